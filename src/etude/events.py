@@ -1,0 +1,114 @@
+"""The append-only event log of a run: one JSON object a line, and every claim about a run is proved from it.
+
+Each line is `{"n", "t", "kind", ...}`: n counts from 0 without gaps, t is seconds since the run's first line
+(0 in lockstep, where nothing may depend on a clock). Kinds and their fields are in `KINDS`, and as JSON schema in
+docs/schemas/event.json.
+
+Crash safety: a line counts only with its newline. `EventLog` opens an existing file, cuts an unfinished last
+line, and goes on counting; `read_events` ignores such a tail.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from etude.errors import RecordError, nearest
+
+KINDS: dict[str, tuple[str, ...]] = {
+    "run_started": ("name", "recipe", "seed", "schedule", "lineage", "versions"),
+    "run_resumed": ("from_step", "lineage"),
+    "run_ended": ("outcome", "detail"),
+    "config_revision": ("revision", "changed"),
+    "group_admitted": ("admission", "task", "version"),
+    "rollout_ended": ("admission", "member", "trajectory", "stop", "reward", "solved", "oldest", "tokens", "turns", "seconds"),
+    "rollout_failed": ("admission", "member", "where", "error"),
+    "group_ready": ("admission", "members", "dropped", "oldest"),
+    "group_trained": ("admission", "step", "lineage", "staleness"),
+    "group_dropped": ("admission", "step", "reason"),
+    "step": ("step", "version", "metrics", "seconds"),
+    "published": ("step", "version", "hash", "bytes", "seconds"),
+    "served": ("step", "version", "hash", "pause_s"),
+    "checkpoint": ("step", "path", "unfinished"),
+    "eval": ("step", "suite", "n", "pass_at_1", "low", "high", "detail"),
+    "finding": ("trajectory", "rule", "action", "evidence"),
+    "waiting": ("part", "what", "seconds"),
+    "note": ("text",),
+}
+"""kind -> the fields every such line has (more are allowed)."""
+
+
+class EventLog:
+    """Appends events to a file, one whole line per write."""
+
+    def __init__(self, path: Path, *, clock: bool = True) -> None:
+        self.path = path
+        self._clock = clock
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._count, self._last_t, size = _whole_lines(path)
+        self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
+        os.ftruncate(self._file, size)
+        self._t0 = time.monotonic() - self._last_t
+
+    def write(self, kind: str, **fields: Any) -> None:
+        """Append one event. Fields must be JSON types and include those the kind requires."""
+        required = KINDS.get(kind)
+        if required is None:
+            raise RecordError(f"unknown event kind {kind!r}; {nearest(kind, KINDS)}")
+        missing = [name for name in required if name not in fields]
+        if missing:
+            raise RecordError(f"event {kind!r} needs the field {missing[0]!r}")
+        t = round(time.monotonic() - self._t0, 4) if self._clock else 0
+        line = json.dumps({"n": self._count, "t": t, "kind": kind, **fields}, separators=(",", ":"), allow_nan=False)
+        os.write(self._file, line.encode() + b"\n")
+        self._count += 1
+
+    def sync(self) -> None:
+        """Force what was written to the disk; called before a checkpoint is committed."""
+        os.fsync(self._file)
+
+    def close(self) -> None:
+        if self._file >= 0:
+            os.close(self._file)
+            self._file = -1
+
+    def __enter__(self) -> EventLog:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+
+def _whole_lines(path: Path) -> tuple[int, float, int]:
+    """(number of whole lines, time of the last, their size in bytes)."""
+    if not path.exists():
+        return 0, 0.0, 0
+    data = path.read_bytes()
+    size = data.rfind(b"\n") + 1
+    lines = data[:size].splitlines()
+    last = float(json.loads(lines[-1]).get("t", 0.0)) if lines else 0.0
+    return len(lines), last, size
+
+
+def read_events(path: Path, *, after: int = -1) -> Iterator[dict[str, Any]]:
+    """Whole events with n > `after`, in order. A gap or a broken line in the middle is an error."""
+    if not path.is_file():
+        raise RecordError(f"no event log at {path}; give a run folder that has events.jsonl")
+    expected = 0
+    with path.open("rb") as file:
+        for raw in file:
+            if not raw.endswith(b"\n"):
+                return
+            try:
+                event = json.loads(raw)
+            except json.JSONDecodeError as error:
+                raise RecordError(f"{path} line {expected + 1} is not JSON: {error}") from error
+            if event.get("n") != expected:
+                raise RecordError(f"{path} line {expected + 1} has n={event.get('n')!r}, expected {expected}: lines were lost")
+            expected += 1
+            if event["n"] > after:
+                yield event
