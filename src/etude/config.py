@@ -41,17 +41,22 @@ def load(cls: type[C], path: str | Path | None = None, overrides: Iterable[str] 
     data: dict[str, Any] = {}
     if path is not None:
         data = read_toml(Path(path))
+    return build(cls, apply_overrides(data, overrides))
+
+
+def apply_overrides(data: dict[str, Any], overrides: Iterable[str]) -> dict[str, Any]:
+    """`data` with `a.b=value` applied in place, left to right."""
     for text in overrides:
         _override(data, text)
-    return build(cls, data)
+    return data
 
 
 def read_toml(path: Path) -> dict[str, Any]:
     if not path.is_file():
         raise ConfigError(f"no config file at {path}; give a path to a .toml file")
     try:
-        return tomllib.loads(path.read_text())
-    except tomllib.TOMLDecodeError as error:
+        return tomllib.loads(path.read_text(encoding="utf-8"))
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path} is not TOML: {error}") from error
 
 
@@ -114,6 +119,8 @@ def _coerce(value: Any, hint: Any, where: str) -> Any:
             raise ConfigError(f"{where} should have {len(inner)} items, got {len(value)}")
         return tuple(_coerce(v, h, f"{where}[{i}]") for i, (v, h) in enumerate(zip(value, inner, strict=True)))
     if origin is dict:
+        if not isinstance(value, Mapping):
+            raise ConfigError(f"{where} should be a table, got {value!r}")
         return {k: _coerce(v, args[1], f"{where}.{k}") for k, v in value.items()}
     if dataclasses.is_dataclass(hint):
         if not isinstance(value, Mapping):

@@ -56,6 +56,10 @@ class MissingExtra(UserError):
 
     def __init__(self, package: str, extra: str, purpose: str) -> None:
         super().__init__(f"{purpose} needs the package {package!r}, which is not installed: pip install 'etude[{extra}]'")
+        self._made_from = (package, extra, purpose)
+
+    def __reduce__(self):
+        return type(self), self._made_from
 
 
 class IntegrityError(EtudeError):

@@ -34,7 +34,7 @@ KINDS: dict[str, tuple[str, ...]] = {
     "published": ("step", "version", "hash", "bytes", "seconds"),
     "served": ("step", "version", "hash", "pause_s"),
     "checkpoint": ("step", "path", "unfinished"),
-    "eval": ("step", "suite", "n", "pass_at_1", "low", "high", "detail"),
+    "eval": ("step", "suite", "tasks", "pass_at_1", "low", "high", "detail"),
     "finding": ("trajectory", "rule", "action", "evidence"),
     "waiting": ("part", "what", "seconds"),
     "note": ("text",),
@@ -62,10 +62,23 @@ class EventLog:
         missing = [name for name in required if name not in fields]
         if missing:
             raise RecordError(f"event {kind!r} needs the field {missing[0]!r}")
+        if taken := {"n", "t"} & set(fields):
+            raise RecordError(f"event {kind!r} has a field {min(taken)!r}, which is the log's own; choose another name")
         t = round(time.monotonic() - self._t0, 4) if self._clock else 0
         line = json.dumps({"n": self._count, "t": t, "kind": kind, **fields}, separators=(",", ":"), allow_nan=False)
-        os.write(self._file, line.encode() + b"\n")
+        self._append(line.encode() + b"\n")
         self._count += 1
+
+    def _append(self, data: bytes) -> None:
+        """The whole line or nothing of it: what a full disk cut short is taken back."""
+        size = os.fstat(self._file).st_size
+        try:
+            written = 0
+            while written < len(data):
+                written += os.write(self._file, data[written:])
+        except OSError:
+            os.ftruncate(self._file, size)
+            raise
 
     def sync(self) -> None:
         """Force what was written to the disk; called before a checkpoint is committed."""
@@ -90,8 +103,16 @@ def _whole_lines(path: Path) -> tuple[int, float, int]:
     data = path.read_bytes()
     size = data.rfind(b"\n") + 1
     lines = data[:size].splitlines()
-    last = float(json.loads(lines[-1]).get("t", 0.0)) if lines else 0.0
-    return len(lines), last, size
+    if not lines:
+        return 0, 0.0, size
+    try:
+        last = json.loads(lines[-1])
+        n, t = int(last["n"]), float(last["t"])
+    except (ValueError, TypeError, KeyError) as error:
+        raise RecordError(f"{path} ends in a line that is not an event: {lines[-1][:60]!r}") from error
+    if n != len(lines) - 1:
+        raise RecordError(f"{path} has {len(lines)} lines and the last says n={n}: lines were lost")
+    return len(lines), t, size
 
 
 def read_events(path: Path, *, after: int = -1) -> Iterator[dict[str, Any]]:
@@ -105,10 +126,11 @@ def read_events(path: Path, *, after: int = -1) -> Iterator[dict[str, Any]]:
                 return
             try:
                 event = json.loads(raw)
-            except json.JSONDecodeError as error:
+            except (json.JSONDecodeError, UnicodeDecodeError) as error:
                 raise RecordError(f"{path} line {expected + 1} is not JSON: {error}") from error
-            if event.get("n") != expected:
-                raise RecordError(f"{path} line {expected + 1} has n={event.get('n')!r}, expected {expected}: lines were lost")
+            n = event.get("n") if isinstance(event, dict) else None
+            if n != expected:
+                raise RecordError(f"{path} line {expected + 1} has n={n!r}, expected {expected}: lines were lost")
             expected += 1
             if event["n"] > after:
                 yield event

@@ -21,7 +21,7 @@ import json
 import types
 import typing
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar, TypeVar, dataclass_transform
 
 import numpy as np
 
@@ -56,6 +56,7 @@ class Record:
         return dataclasses.replace(self, **changes)  # type: ignore[type-var]
 
 
+@dataclass_transform(frozen_default=True, kw_only_default=True, eq_default=False, field_specifiers=(field,))
 def record(cls: type[R]) -> type[R]:
     """Class decorator: a frozen, keyword-only dataclass compared by identity."""
     return dataclass(frozen=True, kw_only=True, eq=False)(cls)
@@ -616,12 +617,12 @@ def from_dict(data: Any, expect: type[R] | None = None) -> R:
     if not isinstance(data, dict) or "record" not in data:
         raise RecordError(f"expected a stored record (an object with 'record' and 'schema'), got {str(data)[:80]!r}")
     name = data["record"]
-    cls = RECORDS.get(name)
+    cls = RECORDS.get(name) if isinstance(name, str) else None
     if cls is None:
         raise RecordError(f"unknown record {name!r}; {nearest(str(name), RECORDS)}")
     if expect is not None and not issubclass(cls, expect):
         raise RecordError(f"expected a {expect.__name__}, found a {name}")
-    if data.get("schema") != cls.SCHEMA:
+    if type(data.get("schema")) is not int or data["schema"] != cls.SCHEMA:
         raise RecordError(
             f"{name} was stored with schema {data.get('schema')!r}, this etude reads schema {cls.SCHEMA}; "
             "read it with the etude version that wrote it, or make it again"
@@ -657,8 +658,12 @@ def _decode(value: Any, hint: Any, where: str) -> Any:
         if not isinstance(value, (list, tuple)):
             raise RecordError(f"{where} should be a list, got {type(value).__name__}")
         inner = [args[0]] * len(value) if len(args) == 2 and args[1] is Ellipsis else args
+        if len(inner) != len(value):
+            raise RecordError(f"{where} should have {len(inner)} items, got {len(value)}")
         return tuple(_decode(v, h, where) for v, h in zip(value, inner, strict=True))
     if origin is dict:
+        if not isinstance(value, dict):
+            raise RecordError(f"{where} should be an object, got {type(value).__name__}")
         return {k: _decode(v, args[1], f"{where}.{k}") for k, v in value.items()}
     if hint is np.ndarray:
         return _array(value, where)
@@ -686,8 +691,11 @@ def _array(value: Any, where: str) -> np.ndarray:
     if isinstance(value, np.ndarray):
         return value
     if isinstance(value, dict) and {"dtype", "shape", "base64"} <= set(value):
-        raw = np.frombuffer(base64.b64decode(value["base64"]), dtype=np.dtype(value["dtype"]))
-        return raw.reshape(value["shape"])
+        try:
+            raw = np.frombuffer(base64.b64decode(value["base64"], validate=True), dtype=np.dtype(value["dtype"]))
+            return raw.reshape(value["shape"])
+        except (ValueError, TypeError) as error:  # bad base64 is a ValueError
+            raise RecordError(f"{where} is not a stored array: {error}") from error
     raise RecordError(f"{where} should be an array, got {type(value).__name__}")
 
 

@@ -1,0 +1,1 @@
+"""Evaluation suites, statistics with intervals, and the gate."""

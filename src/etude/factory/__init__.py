@@ -1,0 +1,1 @@
+"""Whatever makes tasks or training material by running the agent: expert traces now."""

@@ -1,0 +1,183 @@
+"""The training text of the nano policy: generated code, and expert traces played in real sandboxes.
+
+    corpus/  tokenizer/  bulk/*.npz  sft/*.npz  heldout/*.npz  corpus.json
+
+`bulk` holds whole modules and test files (loss on every token) and traces (loss on every token); `sft` holds traces with
+loss on what the policy itself says. Traces come from all families, the unseen ones too: "unseen" means never met in
+reinforcement, and constants and names of evaluation tasks occur in neither.
+
+Made in parts, each committed by rename, so that an interrupted build goes on where it stopped; the same config gives
+the same bytes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import random
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+from etude.agent.loop import AgentConfig
+from etude.config import config, resolved
+from etude.factory.experts import ExpertConfig, Trace, expert_traces
+from etude.protocols import SandboxHost
+from etude.records import Message, ToolError, ToolResult, content_hash, seed_for
+from etude.tasks.katas.package import FAMILIES, make_package
+from etude.tasks.source import kata_of, make_task
+from etude.text.renderer import EtudeRenderer, message_text
+from etude.text.tokenizer import Tokenizer, load_tokenizer, train_tokenizer
+
+
+@config
+class CorpusConfig:
+    seed: int = 0
+    tasks: int = 6000
+    """Distinct katas the experts play."""
+    traces_per_task: int = 8
+    part_tasks: int = 250
+    """Katas in one part; the grain of resuming."""
+    packages: int = 8000
+    """Packages whose modules and tests are read as plain code."""
+    vocab_size: int = 1024
+    heldout_tasks: int = 100
+    """Katas whose traces are never trained on, for the held-out loss."""
+    concurrency: int = 4
+    expert: ExpertConfig = ExpertConfig()
+    agent: AgentConfig = AgentConfig(prompt="none", instructions=False, max_turns=12)
+    """The agent the experts play in; the policy is later run with the same prompt settings."""
+
+
+Progress = Callable[[str, int, int], None]
+
+
+async def build_corpus(config: CorpusConfig, out: Path, host: SandboxHost, progress: Progress = lambda what, done, total: None) -> Path:
+    """Build what is missing under `out`; returns it. The folder's name should carry `corpus_hash(config)`."""
+    out.mkdir(parents=True, exist_ok=True)
+    traces = out / "traces"
+    traces.mkdir(exist_ok=True)
+    parts = [("heldout", 0, config.heldout_tasks)]
+    parts += [("train", i, min(config.part_tasks, config.tasks - i)) for i in range(0, config.tasks, config.part_tasks)]
+    for done, (split, first, count) in enumerate(parts):
+        path = traces / f"{split}-{first:06d}.jsonl"
+        if not path.exists():
+            played = await _play(config, split, range(first, first + count), host)
+            _commit(path, "".join(json.dumps(d, separators=(",", ":")) + "\n" for d in played))
+        progress("playing expert traces", done + 1, len(parts))
+    _write_shards(config, out, progress)
+    return out
+
+
+def corpus_hash(config: CorpusConfig) -> str:
+    return content_hash("corpus", resolved(config), sorted(FAMILIES))
+
+
+async def _play(config: CorpusConfig, split: str, numbers: range, host: SandboxHost) -> list[dict[str, Any]]:
+    """Traces of some katas as plain data, in order."""
+    room = asyncio.Semaphore(config.concurrency)
+
+    async def one(number: int) -> list[Trace]:
+        seed = seed_for("corpus", config.seed, split, number)
+        family = sorted(FAMILIES)[random.Random(seed).randrange(len(FAMILIES))]
+        task = make_task(seed, "pretrain", family=family)
+        kata = kata_of(task)[1]
+        async with room:
+            return await expert_traces(task, kata, host, count=config.traces_per_task, seed=seed, config=config.expert, agent=config.agent)
+
+    played = await asyncio.gather(*(one(n) for n in numbers))
+    return [_plain(trace) for traces in played for trace in traces]
+
+
+def _plain(trace: Trace) -> dict[str, Any]:
+    """Role and text as the policy sees it; enough to render the trace with any tokenizer."""
+    said = [[m.role, [[r.text, r.error] for r in m.results] if m.role == "tool" else message_text(m)] for m in trace.messages]
+    return {"task": trace.task.id, "right": trace.solved_by_expert, "messages": said}
+
+
+def _message(role: str, said: Any) -> Message:
+    """The message `_plain` came from, as far as its tokens go."""
+    if role != "tool":
+        return Message(role=role, text=said)
+    results = (ToolResult(call_id="", name="", text=text, error=error and ToolError(error)) for text, error in said)
+    return Message(role=role, results=tuple(results))
+
+
+# ---------------------------------------------------------------------------------------------------
+# Text to tokens
+
+
+def _write_shards(config: CorpusConfig, out: Path, progress: Progress) -> None:
+    from etude.trainer.documents import write_documents
+
+    tokenizer = _tokenizer(config, out)
+    renderer = EtudeRenderer(tokenizer)
+    files = sorted((out / "traces").glob("*.jsonl"))
+    stats = {"traces": 0, "right": 0, "tokens": 0, "code_tokens": 0}
+    for done, path in enumerate(files):
+        name = path.stem
+        traces = [json.loads(line) for line in path.read_text().splitlines()]
+        rendered = [trace_document(renderer, trace["messages"]) for trace in traces]
+        stats["traces"] += len(traces)
+        stats["right"] += sum(t["right"] for t in traces)
+        stats["tokens"] += sum(len(ids) for ids, _ in rendered)
+        if name.startswith("heldout"):
+            write_documents(out / "heldout" / f"{name}.npz", rendered)
+        else:
+            write_documents(out / "bulk" / f"traces-{name}.npz", [(ids, [True] * len(ids)) for ids, _ in rendered])
+            write_documents(out / "sft" / f"{name}.npz", rendered)
+        progress("writing tokens", done + 1, len(files))
+    for first in range(0, config.packages, 1000):
+        documents = [
+            (ids, [True] * len(ids))
+            for text in code_texts(config, range(first, min(first + 1000, config.packages)))
+            if (ids := tokenizer.encode(text))
+        ]
+        stats["code_tokens"] += sum(len(ids) for ids, _ in documents)
+        write_documents(out / "bulk" / f"code-{first:06d}.npz", documents)
+        progress("writing code", first, config.packages)
+    _commit(out / "corpus.json", json.dumps({"config": resolved(config), "hash": corpus_hash(config), **stats}, indent=2))
+
+
+def trace_document(renderer: EtudeRenderer, messages: Iterable[tuple[str, Any]]) -> tuple[list[int], list[bool]]:
+    """Token ids of a trace, and True where the policy speaks (its closing mark included)."""
+    ids: list[int] = []
+    mask: list[bool] = []
+    opening = len(renderer.open_assistant())
+    for role, said in messages:
+        whole = renderer.render(_message(role, said))
+        spoken = len(whole) - opening if role == "assistant" else 0
+        ids += whole
+        mask += [False] * (len(whole) - spoken) + [True] * spoken
+    return ids, mask
+
+
+def code_texts(config: CorpusConfig, numbers: range) -> Iterable[str]:
+    """Modules and tests of generated packages, with some wrong bodies in place of right ones."""
+    for number in numbers:
+        rng = random.Random(seed_for("corpus-code", config.seed, number))
+        package = make_package(seed_for("corpus-package", config.seed, number), sorted(FAMILIES), split="pretrain")
+        for path, text in package.files.items():
+            if path.endswith(".py") and not path.endswith("__init__.py"):
+                for kata in package.functions:
+                    if kata.path == path and rng.random() < config.expert.wrong_first / 2:
+                        text = text.replace(kata.source, kata.with_body(rng.choice(kata.wrong_bodies)))
+                yield text
+
+
+def _tokenizer(config: CorpusConfig, out: Path) -> Tokenizer:
+    folder = out / "tokenizer"
+    if not (folder / "tokenizer.json").exists():
+        texts = list(code_texts(config, range(min(400, config.packages))))
+        for path in sorted((out / "traces").glob("train-*.jsonl"))[:4]:
+            for line in path.read_text().splitlines()[::4]:
+                texts += [message_text(_message(role, said)) for role, said in json.loads(line)["messages"]]
+        train_tokenizer(texts, config.vocab_size).save(folder)
+    return load_tokenizer(folder)
+
+
+def _commit(path: Path, text: str) -> None:
+    tmp = path.with_suffix(path.suffix + ".tmp")
+    tmp.write_text(text)
+    os.rename(tmp, path)

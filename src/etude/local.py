@@ -1,0 +1,288 @@
+"""The parts as processes on this machine.
+
+Started in this order: `sandboxd` (standard library, single-threaded, before torch is imported anywhere: forking a
+threaded process is unsafe and unsharing a user namespace needs one thread), one engine process, one trainer process,
+and the loop, which only awaits. The same boundaries become Ray actors in `cluster.py`.
+
+A part is called over a socket pair with pickled frames (same machine, same user, same code):
+
+    caller -> worker   (id, method, args, kwargs) | (id, "!cancel", (), {})
+    worker -> caller   (id, "ok" | "error" | "item" | "end", value)
+
+A worker exits when its caller's end closes, so nothing outlives the loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import inspect
+import itertools
+import os
+import pickle
+import signal
+import socket
+import struct
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from typing import Any
+
+from etude.errors import DeadlineError, InfraError
+from etude.parts import Run, RunConfig, make_engine, make_trainer, model_folder
+from etude.protocols import SandboxHost
+from etude.rollout import checkpoint
+from etude.sandbox.open import open_host
+from etude.trainer.config import RLConfig
+
+_HEADER = struct.Struct("<Q")
+START_S = 120.0
+"""A worker imports torch and loads a model; on a cold disk that is tens of seconds."""
+
+
+async def _read(reader: asyncio.StreamReader) -> Any:
+    (size,) = _HEADER.unpack(await reader.readexactly(_HEADER.size))
+    return pickle.loads(await reader.readexactly(size))
+
+
+def _frame(value: Any) -> bytes:
+    data = pickle.dumps(value, protocol=pickle.HIGHEST_PROTOCOL)
+    return _HEADER.pack(len(data)) + data
+
+
+class Remote:
+    """A part in another process: every method of it is an async method here. Made by `start`."""
+
+    def __init__(self, name: str, process: subprocess.Popen[bytes], reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self._name = name
+        self._process = process
+        self._reader, self._writer = reader, writer
+        self._ids = itertools.count()
+        self._waiting: dict[int, asyncio.Queue[tuple[str, Any]]] = {}
+        self._listener = asyncio.get_running_loop().create_task(self._listen())
+        self._gone: str = ""
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    async def _listen(self) -> None:
+        try:
+            while True:
+                id, kind, value = await _read(self._reader)
+                if id in self._waiting:
+                    self._waiting[id].put_nowait((kind, value))
+        except (asyncio.IncompleteReadError, ConnectionError):
+            self._gone = f"the {self._name} process (pid {self.pid}) ended with status {self._process.poll()}"
+            for queue in self._waiting.values():
+                queue.put_nowait(("error", InfraError(self._gone)))
+
+    def _send(self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
+        if self._gone:
+            raise InfraError(self._gone)
+        id = next(self._ids)
+        self._waiting[id] = asyncio.Queue()
+        self._writer.write(_frame((id, method, args, kwargs)))
+        return id
+
+    async def _call(self, method: str, *args: Any, **kwargs: Any) -> Any:
+        id = self._send(method, args, kwargs)
+        try:
+            kind, value = await self._waiting[id].get()
+        except asyncio.CancelledError:
+            self._writer.write(_frame((id, "!cancel", (), {})))
+            raise
+        finally:
+            del self._waiting[id]
+        if kind == "error":
+            raise value
+        return value
+
+    async def generate_stream(self, *args: Any, **kwargs: Any) -> AsyncIterator[Any]:
+        id = self._send("generate_stream", args, kwargs)
+        try:
+            while True:
+                kind, value = await self._waiting[id].get()
+                if kind == "end":
+                    return
+                if kind == "error":
+                    raise value
+                yield value
+        finally:
+            del self._waiting[id]
+            self._writer.write(_frame((id, "!cancel", (), {})))
+
+    def __getattr__(self, method: str) -> Callable[..., Any]:
+        if method.startswith("_"):
+            raise AttributeError(method)
+
+        async def call(*args: Any, **kwargs: Any) -> Any:
+            return await self._call(method, *args, **kwargs)
+
+        return call
+
+    async def close(self) -> None:
+        """Let the part close itself, then end the process."""
+        if not self._gone:
+            with contextlib.suppress(InfraError, asyncio.TimeoutError):
+                await asyncio.wait_for(self._call("close"), 10)
+        self._writer.close()
+        self._listener.cancel()
+        try:
+            await asyncio.to_thread(self._process.wait, 10)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            await asyncio.to_thread(self._process.wait)
+
+
+async def start(name: str, factory: str, setup: dict[str, Any], *, threads: int = 1) -> Remote:
+    """Start a worker process that builds `factory` ("module:function") with `setup` and serves it."""
+    ours, theirs = socket.socketpair()
+    env = os.environ | {"OMP_NUM_THREADS": str(threads), "OMP_WAIT_POLICY": "passive", "ETUDE_THREADS": str(threads)}
+    process = subprocess.Popen(
+        [sys.executable, "-m", "etude.local", str(theirs.fileno())], pass_fds=[theirs.fileno()], env=env, stdin=subprocess.DEVNULL
+    )
+    theirs.close()
+    ours.setblocking(False)
+    reader, writer = await asyncio.open_connection(sock=ours)
+    writer.write(_frame((factory, setup)))
+    remote = Remote(name, process, reader, writer)
+    try:
+        await asyncio.wait_for(remote._call("!ready"), START_S)
+    except TimeoutError:
+        process.kill()
+        raise DeadlineError(f"the {name} process to load its model", START_S) from None
+    return remote
+
+
+async def open_run(
+    config: RunConfig,
+    folder: Path,
+    *,
+    resume: Path | None = None,
+    watch: Callable[[dict[str, Any]], None] | None = None,
+    evaluating: Callable[[str, int, int], None] | None = None,
+) -> tuple[Run, Usage]:
+    """Start the parts of a run, in order, and wire them. `resume` is a checkpoint folder of this run."""
+    host = open_host(config.sandbox.backend, unsafe=config.sandbox.unsafe)
+    state = checkpoint.read(resume) if resume else None
+    lineage = state.lineage + 1 if state else 0
+    model = model_folder(config.model)
+    train = dict(
+        folder=str(model), trainer=_as(config.trainer, config), store=str(folder / "weights"), data=(f"katas seed {config.tasks.seed}",)
+    )
+    serve = dict(folder=str(resume / "model" if resume else model), engine=config.engine, numerics=config.numerics, version=None)
+    if config.processes == "one":
+        trainer = make_trainer(**train)
+        version = await trainer.load(resume, lineage) if resume else await trainer.version()
+        engine = make_engine(**serve | {"version": version})
+        pids = []
+    else:
+        trainer = await start("trainer", "etude.parts:make_trainer", train, threads=config.threads)
+        version = await trainer.load(resume, lineage) if resume else await trainer.version()
+        engine = await start("engine", "etude.parts:make_engine", serve | {"version": version}, threads=config.threads)
+        pids = [trainer.pid, engine.pid]
+    run = Run(config, folder, engine=engine, trainer=trainer, host=host, lineage=lineage, state=state, watch=watch, evaluating=evaluating)
+    return run, Usage([os.getpid(), *pids, *_daemon_pids(host)])
+
+
+async def close_run(run: Run) -> None:
+    """Close every part, whatever happened to the others."""
+    for part in (run.engine, run.trainer, run.host):
+        with contextlib.suppress(InfraError, asyncio.TimeoutError):
+            await part.close()
+    run.recorder.close()
+
+
+def _as(trainer: RLConfig, config: RunConfig) -> RLConfig:
+    """The trainer computes as the engine does: numerics are set once, for both."""
+    return dataclasses.replace(trainer, numerics=config.numerics, seed=config.seed)
+
+
+def _daemon_pids(host: SandboxHost) -> list[int]:
+    pid = getattr(host, "pid", None)
+    return [pid] if pid else []
+
+
+class Usage:
+    """CPU seconds of the processes of a run, ended children included."""
+
+    def __init__(self, pids: list[int]) -> None:
+        self._pids = pids
+        self._before = {pid: self._cpu_s(pid) for pid in pids}
+
+    def cpu_s(self) -> float:
+        return sum(self._cpu_s(pid) - self._before[pid] for pid in self._pids)
+
+    @staticmethod
+    def _cpu_s(pid: int) -> float:
+        """utime + stime + cutime + cstime of /proc/<pid>/stat; 0 where there is no /proc or the process is gone."""
+        try:
+            fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        except OSError:
+            return 0.0
+        return sum(int(f) for f in fields[11:15]) / os.sysconf("SC_CLK_TCK")
+
+
+async def _serve(descriptor: int) -> None:
+    """The worker's side: build the part, then answer frames until the caller's end closes."""
+    reader, writer = await asyncio.open_connection(sock=socket.socket(fileno=descriptor))
+    factory, setup = await _read(reader)
+    running: dict[int, asyncio.Task[None]] = {}
+    part: Any = None
+    failure: Exception | None = None
+    try:
+        module, function = factory.split(":")
+        part = getattr(__import__(module, fromlist=[function]), function)(**setup)
+    except Exception as error:  # reported to the caller by "!ready"; the process then ends
+        failure = error
+
+    async def answer(id: int, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        try:
+            if failure is not None:
+                raise failure
+            value = None if method == "!ready" else getattr(part, method)(*args, **kwargs)
+            if hasattr(value, "__aiter__"):
+                async for item in value:
+                    writer.write(_frame((id, "item", item)))
+                writer.write(_frame((id, "end", None)))
+                return
+            value = await value if inspect.isawaitable(value) else value
+            writer.write(_frame((id, "ok", value)))
+        except Exception as error:  # crosses the process boundary and is raised in the caller
+            writer.write(_frame((id, "error", _portable(error))))
+        finally:
+            running.pop(id, None)
+
+    with contextlib.suppress(asyncio.IncompleteReadError, ConnectionError):
+        while True:
+            id, method, args, kwargs = await _read(reader)
+            if method == "!cancel":
+                if id in running:
+                    running[id].cancel()
+                continue
+            running[id] = asyncio.create_task(answer(id, method, args, kwargs))
+
+
+def _portable(error: Exception) -> Exception:
+    """The error itself when it survives pickling, else an InfraError with its text."""
+    import traceback
+
+    try:
+        pickle.loads(pickle.dumps(error))
+    except Exception:
+        error = InfraError(f"{type(error).__name__}: {error}")
+    error.add_note("in the worker process:\n" + "".join(traceback.format_tb(error.__traceback__)[-4:]))
+    return error
+
+
+def main() -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the loop's to handle; it closes our socket
+    asyncio.run(_serve(int(sys.argv[1])))
+    os._exit(0)  # skips torch's slow interpreter shutdown; the part was closed by its caller
+
+
+if __name__ == "__main__":
+    main()

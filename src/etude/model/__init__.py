@@ -1,0 +1,14 @@
+"""The decoder shared by trainer and engine: one definition, one cache, one set of weights files.
+
+    config.py        ModelConfig: the shape of a model, in our words
+    transformer.py   Decoder: the forward over a flat list of tokens
+    attention.py     attention through block tables, fast and batch-invariant
+    moe.py           router (returns and replays its choices) and experts
+    cache.py         Plan and PagedCache: which token is where
+    linear.py        matmul, norm and padding whose bits do not depend on the batch
+    weights.py       Hugging Face folders in and out
+    gguf.py          GGUF files in
+    families/        names and config of each architecture on disk
+
+Import the modules by name (`from etude.model.transformer import Decoder`).
+"""

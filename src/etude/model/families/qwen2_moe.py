@@ -1,0 +1,58 @@
+"""Mixtures of experts with a shared expert and a softmax router: `Qwen2MoeForCausalLM`.
+
+On disk every expert's projection is a tensor of its own; in memory a layer's experts are stacked.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from etude.model.config import ModelConfig
+from etude.model.families.fields import common_from_hf, common_to_hf, plain_name, refuse, required
+
+STACKED = ".mlp.experts."
+
+
+def from_hf(data: Mapping[str, Any]) -> ModelConfig:
+    refuse(data, "decoder_sparse_step", 1)
+    refuse(data, "mlp_only_layers", [])
+    refuse(data, "use_sliding_window", False)
+    return ModelConfig(
+        family="qwen2_moe",
+        qkv_bias=bool(data.get("qkv_bias", True)),
+        intermediate=int(data.get("intermediate_size") or 0),
+        experts=required(data, "num_experts"),
+        experts_per_token=required(data, "num_experts_per_tok"),
+        expert_intermediate=required(data, "moe_intermediate_size"),
+        shared_intermediate=required(data, "shared_expert_intermediate_size"),
+        norm_topk=bool(data.get("norm_topk_prob", False)),
+        balance_weight=float(data.get("router_aux_loss_coef", 0.001)),
+        **common_from_hf(data),
+    )
+
+
+def to_hf(config: ModelConfig) -> dict[str, Any]:
+    return {
+        "architectures": ["Qwen2MoeForCausalLM"],
+        **common_to_hf(config),
+        "qkv_bias": config.qkv_bias,
+        "intermediate_size": config.intermediate,
+        "num_experts": config.experts,
+        "num_experts_per_tok": config.experts_per_token,
+        "moe_intermediate_size": config.expert_intermediate,
+        "shared_expert_intermediate_size": config.shared_intermediate,
+        "norm_topk_prob": config.norm_topk,
+        "router_aux_loss_coef": config.balance_weight,
+        "output_router_logits": False,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
+        "use_sliding_window": False,
+    }
+
+
+def disk_names(name: str, config: ModelConfig) -> list[str]:
+    if STACKED not in name:
+        return [plain_name(name)]
+    layer, projection = name.split(STACKED)
+    return [f"model.{layer}{STACKED}{expert}.{projection}.weight" for expert in range(config.experts)]

@@ -1,0 +1,167 @@
+"""Mixture of experts: a softmax router that returns and replays its choices, and experts stored stacked.
+
+    N  tokens     I  hidden width (in)     E  experts     K  experts per token
+    A  assignments, N * K                  C  rows of the fullest expert
+
+Choices: the K largest router logits, ties to the lower expert, best first; the order is part of a route, since it is
+the order in which outputs are added. Replay (facts M29): the recorded experts are used, their gates are recomputed
+from this router, so gradients reach it; a row marked absent keeps the router's own choice. With `norm_topk` the gates
+are renormalised over the experts used, recorded or not.
+
+Experts: assignments are laid out by expert in one buffer and each expert multiplies its rows. Small batches pad every
+expert to the fullest one and take a batched matmul over all experts; others loop over the experts that have tokens.
+Outputs are gathered back per assignment and added in route order: no atomics, no order that depends on the batch. In
+invariant mode each expert's rows are padded to a multiple of 16 (see linear.py; a batched matmul and a loop of plain
+ones have the same bits there, measured in both dtypes).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from etude.model.config import ModelConfig
+from etude.model.linear import MLP, ROWS, Linear, round_up, sigmoid_column
+
+BATCHED_WASTE = 2.0
+"""Padded rows per real row up to which one batched matmul is faster than a loop over experts."""
+BATCHED_ROWS = 1024
+"""Assignments from which a loop is as fast, and pads nothing."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Routing:
+    """What a layer's router did, padding rows included."""
+
+    experts_NK: Tensor
+    gates_NK: Tensor
+    probs_NE: Tensor
+
+
+class Router(nn.Module):
+    """Softmax over all experts in float32, then the K best."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(config.experts, config.hidden))
+        self.per_token = config.experts_per_token
+        self.normalise = config.norm_topk
+
+    def forward(self, x_NI: Tensor, replay_NK: Tensor | None) -> Routing:
+        logits_NE = F.linear(x_NI.float(), self.weight.float())
+        experts_NK = torch.sort(logits_NE.detach(), dim=-1, descending=True, stable=True).indices[:, : self.per_token]
+        if replay_NK is not None:
+            experts_NK = torch.where(replay_NK < 0, experts_NK, replay_NK)
+        probs_NE = logits_NE.softmax(-1)
+        gates_NK = probs_NE.gather(1, experts_NK)
+        if self.normalise:
+            gates_NK = gates_NK / gates_NK.sum(-1, keepdim=True)
+        return Routing(experts_NK=experts_NK, gates_NK=gates_NK, probs_NE=probs_NE)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Dispatch:
+    """Where each assignment lies in a buffer of rows grouped by expert."""
+
+    token_of_slot: Tensor
+    """Row of x for every slot of the buffer; padding slots read row 0 and are never read back."""
+    slot_of_A: Tensor
+    """Slot of each assignment, in token order."""
+    sizes_E: list[int]
+    """Slots of each expert, padding included."""
+    counts_E: Tensor
+    """Assignments of each expert."""
+
+    @staticmethod
+    def of(experts_NK: Tensor, experts: int, *, invariant: bool) -> Dispatch:
+        per_token, device = experts_NK.shape[1], experts_NK.device
+        expert_A = experts_NK.reshape(-1)
+        order_A = expert_A.argsort(stable=True)
+        counts_E = torch.bincount(expert_A, minlength=experts)
+        counts = counts_E.tolist()
+        multiple = ROWS if invariant else 1
+        fullest = round_up(max(counts), multiple)
+        if len(expert_A) < BATCHED_ROWS and fullest * experts <= BATCHED_WASTE * len(expert_A):
+            sizes = [fullest] * experts
+        else:
+            sizes = [round_up(count, multiple) for count in counts]
+        shifts, slot, seen = [], 0, 0
+        for size, count in zip(sizes, counts, strict=True):
+            shifts.append(slot - seen)
+            slot, seen = slot + size, seen + count
+        shift_E = torch.tensor(shifts, device=device)
+        slot_sorted_A = torch.arange(len(expert_A), device=device) + shift_E[expert_A[order_A]]
+        return Dispatch(
+            token_of_slot=expert_A.new_zeros(slot).index_copy_(0, slot_sorted_A, order_A // per_token),
+            slot_of_A=torch.empty_like(expert_A).index_copy_(0, order_A, slot_sorted_A),
+            sizes_E=sizes,
+            counts_E=counts_E,
+        )
+
+
+class Experts(nn.Module):
+    """The gated feed-forward parts of all experts, one tensor per projection."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        wide = (config.experts, config.expert_intermediate, config.hidden)
+        self.gate_proj = nn.Parameter(torch.empty(wide))
+        self.up_proj = nn.Parameter(torch.empty(wide))
+        self.down_proj = nn.Parameter(torch.empty(config.experts, config.hidden, config.expert_intermediate))
+
+    def forward(self, x_NI: Tensor, dispatch: Dispatch) -> Tensor:
+        """[A, I] outputs of all assignments, in token order."""
+        buffer = x_NI.index_select(0, dispatch.token_of_slot)
+        sizes = dispatch.sizes_E
+        if len(set(sizes)) == 1:
+            out = self._batched(buffer.view(len(sizes), sizes[0], -1)).flatten(0, 1)
+        else:
+            out = self._looped(buffer, sizes)
+        return out.index_select(0, dispatch.slot_of_A)
+
+    def _batched(self, x_ECI: Tensor) -> Tensor:
+        inner = F.silu(torch.bmm(x_ECI, self.gate_proj.mT)) * torch.bmm(x_ECI, self.up_proj.mT)
+        return torch.bmm(inner, self.down_proj.mT)
+
+    def _looped(self, buffer: Tensor, sizes: list[int]) -> Tensor:
+        # unbind: its backward is one stack, where indexing expert by expert would fill a whole zero gradient each time
+        weights = zip(buffer.split(sizes), self.gate_proj.unbind(), self.up_proj.unbind(), self.down_proj.unbind(), strict=True)
+        return torch.cat([F.linear(F.silu(F.linear(x, gate)) * F.linear(x, up), down) for x, gate, up, down in weights if len(x)])
+
+
+class MoE(nn.Module):
+    """Routed experts plus the shared one every token passes."""
+
+    def __init__(self, config: ModelConfig, *, invariant: bool) -> None:
+        super().__init__()
+        self.gate = Router(config)
+        self.experts = Experts(config)
+        self.shared_expert = MLP(config.hidden, config.shared_intermediate)
+        self.shared_expert_gate = Linear(config.hidden, 1)
+        self.count = config.experts
+        self.invariant = invariant
+
+    def forward(self, x_NI: Tensor, replay_NK: Tensor | None) -> tuple[Tensor, Routing]:
+        routing = self.gate(x_NI, replay_NK)
+        dispatch = Dispatch.of(routing.experts_NK, self.count, invariant=self.invariant)
+        outputs_NKI = self.experts(x_NI, dispatch).unflatten(0, routing.experts_NK.shape)
+        total_NI = self.shared_expert(x_NI) * sigmoid_column(self.shared_expert_gate.float32(x_NI))
+        for output_NI, gate_N in zip(outputs_NKI.unbind(1), routing.gates_NK.unbind(1), strict=True):
+            total_NI = total_NI + output_NI * gate_N.unsqueeze(1)
+        return total_NI.to(x_NI.dtype), routing
+
+
+def balance(probs_LNE: Tensor, experts_LNK: Tensor) -> tuple[Tensor, Tensor]:
+    """Switch-style load-balancing loss (Fedus et al. 2021), mean over layers, and the tokens each expert got.
+
+    Per layer E * sum_e f_e * p_e, with f_e the share of assignments expert e got and p_e its mean probability: 1 when
+    balanced, E when everything goes to one expert with certainty. (`transformers` reports K times this.)
+    """
+    layers, _, experts = probs_LNE.shape
+    flat_LA = experts_LNK.flatten(1)
+    load_LE = torch.zeros(layers, experts, dtype=torch.int64, device=flat_LA.device).scatter_add_(1, flat_LA, torch.ones_like(flat_LA))
+    share_LE = load_LE / flat_LA.shape[1]
+    return experts * (share_LE * probs_LNE.mean(1)).sum(-1).mean(), load_LE

@@ -1,0 +1,165 @@
+"""The decoder: one definition for trainer and engine.
+
+    N  tokens of this forward, all sequences in one flat list     I  hidden width     V  vocabulary
+    L  layers     K  experts per token     E  experts             M  rows whose logits are wanted
+
+    plan  = Plan.packed([len(a), len(b)])
+    cache = PagedCache(model.config, blocks_for([len(a), len(b)]), functional=True)
+    out   = model(torch.cat([a, b]), plan, cache)
+    logprobs_NV = model.logits(out.hidden_ND).log_softmax(-1)
+
+The trainer packs whole sequences into a transient functional cache; the engine feeds chunks and single tokens into a
+lasting one. Both run the code below, and `numerics` (see config.py) says what may change a bit. In invariant mode the
+token list is padded once to a multiple of 16 rows, so everything tokenwise is invariant by construction; attention and
+experts take care of themselves. Norms, softmaxes, gates and logits are float32 in any dtype.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from etude.errors import UserError
+from etude.model.attention import Attention, Layout
+from etude.model.cache import PagedCache, Plan
+from etude.model.config import ModelConfig, Numerics
+from etude.model.linear import MLP, ROWS, Linear, RMSNorm, pad_rows, round_up
+from etude.model.moe import MoE, Routing, balance
+from etude.model.rope import Rope, Turn
+from etude.records import seed_for
+
+INIT_STD = 0.02
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Output:
+    hidden_ND: Tensor
+    """After the final norm; `Decoder.logits` turns rows of it into logits."""
+    routes_NLK: Tensor | None
+    """Experts used, best first, uint8 (uint16 above 255 experts); None in a dense model."""
+    balance: Tensor
+    """Load-balancing loss, mean over layers, 1 when balanced, not multiplied by config.balance_weight; 0 in a dense model."""
+    load_LE: Tensor | None
+    """int64 tokens each expert got; None in a dense model."""
+
+
+class Block(nn.Module):
+    """One layer: attention, then the feed-forward part, each normed before and added to the stream."""
+
+    def __init__(self, config: ModelConfig, layer: int, *, invariant: bool) -> None:
+        super().__init__()
+        self.input_layernorm = RMSNorm(config.hidden, config.norm_eps)
+        self.self_attn = Attention(config, layer, invariant=invariant)
+        self.post_attention_layernorm = RMSNorm(config.hidden, config.norm_eps)
+        self.mlp = MoE(config, invariant=invariant) if config.moe else MLP(config.hidden, config.intermediate)
+
+    def forward(
+        self, x_NI: Tensor, turn: Turn, plan: Plan, layout: Layout, cache: PagedCache, replay_NK: Tensor | None
+    ) -> tuple[Tensor, Routing | None]:
+        x_NI = x_NI + self.self_attn(self.input_layernorm(x_NI), turn, plan, layout, cache)
+        h_NI = self.post_attention_layernorm(x_NI)
+        if isinstance(self.mlp, MLP):
+            return x_NI + self.mlp(h_NI), None
+        y_NI, routing = self.mlp(h_NI, replay_NK)
+        return x_NI + y_NI, routing
+
+
+class Decoder(nn.Module):
+    """A Llama-family or Qwen2-MoE decoder. Parameter names are those of the checkpoint, less its `model.` prefix;
+    the experts of a layer are stacked in one tensor per projection."""
+
+    def __init__(self, config: ModelConfig, *, numerics: Numerics = "fast") -> None:
+        super().__init__()
+        self.config = config
+        self.numerics = numerics
+        invariant = numerics == "invariant"
+        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden, _weight=torch.empty(config.vocab_size, config.hidden))
+        self.layers = nn.ModuleList(Block(config, layer, invariant=invariant) for layer in range(config.layers))
+        self.norm = RMSNorm(config.hidden, config.norm_eps)
+        self.lm_head = None if config.tie_embeddings else Linear(config.hidden, config.vocab_size)
+        self._rope = Rope(config.head_dim, config.rope_theta)
+        if not self.norm.weight.is_meta:
+            self.init_weights(0)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.norm.weight.dtype
+
+    @property
+    def device(self) -> torch.device:
+        return self.norm.weight.device
+
+    def forward(self, ids_N: Tensor, plan: Plan, cache: PagedCache, *, routes_NLK: Tensor | None = None) -> Output:
+        """Hidden states of the new tokens; their keys and values go into the cache."""
+        self._check(ids_N, plan)
+        n = ids_N.shape[0]
+        rows = round_up(n, ROWS) if self.numerics == "invariant" else n
+        layout = Layout.of(plan, cache, self.config, invariant=self.numerics == "invariant")
+        turn = self._rope.at(pad_rows(plan.positions_N, rows), max(plan.lengths_S))
+        replay_LNK = self._replay(routes_NLK, n, rows)
+        x_NI = self.embed_tokens(pad_rows(ids_N, rows))
+        routings = []
+        for layer, block in enumerate(self.layers):
+            x_NI, routing = block(x_NI, turn, plan, layout, cache, None if replay_LNK is None else replay_LNK[layer])
+            routings.append(routing)
+        hidden_ND = self.norm(x_NI)[:n]
+        if not self.config.moe:
+            return Output(hidden_ND=hidden_ND, routes_NLK=None, balance=hidden_ND.new_zeros((), dtype=torch.float32), load_LE=None)
+        return self._output(hidden_ND, routings, n)
+
+    def logits(self, hidden_MD: Tensor) -> Tensor:
+        """float32 [M, V]."""
+        weight = self.embed_tokens.weight if self.lm_head is None else self.lm_head.weight
+        if self.numerics != "invariant":
+            return F.linear(hidden_MD, weight).float()
+        m = hidden_MD.shape[0]
+        return F.linear(pad_rows(hidden_MD, round_up(m, ROWS)), weight)[:m].float()
+
+    def _check(self, ids_N: Tensor, plan: Plan) -> None:
+        assert ids_N.shape == plan.positions_N.shape, "one id per planned token"
+        longest = max(plan.lengths_S)
+        if longest > self.config.max_positions:
+            raise UserError(f"a context of {longest} tokens exceeds max_positions = {self.config.max_positions} of this model; shorten it")
+
+    def _replay(self, routes_NLK: Tensor | None, n: int, rows: int) -> Tensor | None:
+        """Recorded routes as int64 [L, N, K], -1 in every row that was not recorded."""
+        if routes_NLK is None or not self.config.moe:
+            return None
+        expected = (n, self.config.layers, self.config.experts_per_token)
+        if tuple(routes_NLK.shape) != expected:
+            raise UserError(f"recorded routes have the shape {tuple(routes_NLK.shape)}; this model and these tokens need {expected}")
+        routes = routes_NLK.to(torch.int64)
+        absent = (routes == self.config.absent_route).any(-1, keepdim=True)
+        routes = routes.masked_fill(absent, -1)
+        if int(routes.max()) >= self.config.experts or int(routes.min()) < -1:
+            raise UserError(f"a recorded route names expert {int(routes.max())}; this model has {self.config.experts}")
+        padding = routes.new_full((rows - n, *expected[1:]), -1)
+        return torch.cat((routes, padding)).transpose(0, 1)
+
+    def _output(self, hidden_ND: Tensor, routings: list[Routing], n: int) -> Output:
+        experts_LNK = torch.stack([r.experts_NK[:n] for r in routings])
+        loss, load_LE = balance(torch.stack([r.probs_NE[:n] for r in routings]), experts_LNK)
+        narrow = torch.uint8 if self.config.experts <= 255 else torch.uint16
+        return Output(hidden_ND=hidden_ND, routes_NLK=experts_LNK.transpose(0, 1).to(narrow), balance=loss, load_LE=load_LE)
+
+    @torch.no_grad()
+    def init_weights(self, seed: int) -> None:
+        """Fill every parameter from a seed; each tensor depends on the seed and its own name only.
+
+        Normal with std 0.02, the two projections that write into the stream scaled down by sqrt(2 * layers) (GPT-2),
+        norms 1, biases 0. numpy's generator, whose stream is the same on every machine.
+        """
+        for name, parameter in self.named_parameters():
+            if name.endswith("norm.weight"):
+                parameter.fill_(1.0)
+            elif name.endswith("bias"):
+                parameter.zero_()
+            else:
+                into_stream = name.endswith(("o_proj.weight", "down_proj.weight", "down_proj"))
+                std = INIT_STD / (2 * self.config.layers) ** 0.5 if into_stream else INIT_STD
+                values = np.random.default_rng(seed_for("init", seed, name)).standard_normal(tuple(parameter.shape), dtype=np.float32)
+                parameter.copy_(torch.from_numpy(values).mul_(std))

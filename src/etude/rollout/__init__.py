@@ -1,0 +1,1 @@
+"""One rollout, its group, the reconciler of slots, and the recorder."""

@@ -1,0 +1,120 @@
+"""One atomic checkpoint of the whole run: policy, optimizer, curriculum, counters and unfinished groups.
+
+    checkpoints/step-N/  model/  optim/  groups/  state.json
+
+Everything is written into `step-N.tmp`, flushed, and committed by one rename, so a checkpoint that can be seen is
+whole. Groups that were ready are inside; groups in flight are inside as tasks, and are rolled again under the same
+admission numbers and seeds.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from etude.errors import CheckpointError
+from etude.protocols import TaskSource, Trainer
+from etude.records import Group, Task, from_dict, to_dict
+from etude.rollout.shards import read_groups, write_groups
+from etude.rollout.slots import Slots
+
+FORMAT = 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunState:
+    """What `state.json` and `groups/` hold."""
+
+    step: int
+    lineage: int
+    next_admission: int
+    trained: int
+    again: list[tuple[int, Task]]
+    ready: list[Group]
+    curriculum: dict[str, Any]
+    seed: int
+
+    def restore(self, slots: Slots, tasks: TaskSource) -> None:
+        slots.restore(self.next_admission, self.trained, self.again, self.ready)
+        tasks.restore(self.curriculum)
+
+
+async def save(run: Path, step: int, *, lineage: int, seed: int, trainer: Trainer, tasks: TaskSource, slots: Slots, keep: int = 2) -> Path:
+    """Write and commit `checkpoints/step-N`; older ones beyond `keep` are removed afterwards."""
+    final = run / "checkpoints" / f"step-{step}"
+    tmp = final.with_suffix(".tmp")
+    shutil.rmtree(tmp, ignore_errors=True)
+    tmp.mkdir(parents=True)
+    await trainer.save(tmp)
+    write_groups(tmp / "groups", slots.ready)
+    counters = slots.state()
+    state = {
+        "format": FORMAT,
+        "step": step,
+        "lineage": lineage,
+        "seed": seed,
+        "next_admission": counters["next"],
+        "trained": counters["trained"],
+        "again": [[admission, to_dict(task)] for admission, task in counters["rolling"]],
+        "curriculum": tasks.state(),
+    }
+    path = tmp / "state.json"
+    path.write_text(json.dumps(state))
+    for each in (path, tmp):
+        _flush(each)
+    if final.exists():
+        shutil.rmtree(final)
+    os.rename(tmp, final)
+    _flush(final.parent)
+    for old in _steps(run)[:-keep]:
+        shutil.rmtree(run / "checkpoints" / f"step-{old}")
+    return final
+
+
+def latest(run: Path) -> Path:
+    """The newest whole checkpoint of a run."""
+    steps = _steps(run)
+    if not steps:
+        raise CheckpointError(f"{run} has no checkpoint to resume from; start the run again without --resume")
+    return run / "checkpoints" / f"step-{steps[-1]}"
+
+
+def read(folder: Path) -> RunState:
+    """The loop's part of a checkpoint."""
+    path = folder / "state.json"
+    try:
+        state = json.loads(path.read_text())
+    except (OSError, json.JSONDecodeError) as error:
+        raise CheckpointError(f"{path} cannot be read ({error}); use an older checkpoint beside it") from error
+    if state.get("format") != FORMAT:
+        raise CheckpointError(f"{path} has format {state.get('format')!r}, this etude reads {FORMAT}")
+    return RunState(
+        step=state["step"],
+        lineage=state["lineage"],
+        seed=state["seed"],
+        next_admission=state["next_admission"],
+        trained=state["trained"],
+        again=[(admission, from_dict(task, Task)) for admission, task in state["again"]],
+        ready=read_groups(folder / "groups"),
+        curriculum=state["curriculum"],
+    )
+
+
+def _steps(run: Path) -> list[int]:
+    folder = run / "checkpoints"
+    if not folder.is_dir():
+        return []
+    names = (p.name.removeprefix("step-") for p in folder.iterdir() if p.name.startswith("step-"))
+    return sorted(int(n) for n in names if n.isdigit())
+
+
+def _flush(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

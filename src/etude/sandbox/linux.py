@@ -1,0 +1,234 @@
+"""The Linux calls a sandbox needs and Python does not offer, through ctypes. Standard library only.
+
+Everything raises OSError with the name of the call. The seccomp filter is assembled by hand (classic BPF) for
+x86_64 and aarch64; on another machine `deny_filter` returns b"" and the boundary record says so.
+
+Evidence for the deny list: what lets a process without capabilities reach kernel surface that no test suite needs
+(mount family, user namespaces, bpf, io_uring, userfaultfd, perf, keyrings), or look at its neighbours (ptrace,
+process_vm_*, kcmp, pidfd_getfd). AF_VSOCK matters most among socket families: it is not bound to a network namespace.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import fcntl
+import hashlib
+import os
+import platform
+import socket
+import struct
+
+CLONE_NEWNS = 0x00020000
+CLONE_NEWCGROUP = 0x02000000
+CLONE_NEWUTS = 0x04000000
+CLONE_NEWIPC = 0x08000000
+CLONE_NEWUSER = 0x10000000
+CLONE_NEWPID = 0x20000000
+CLONE_NEWNET = 0x40000000
+NAMESPACE_FLAGS = 0x7E020000
+"""Every CLONE_NEW* bit that clone(2) takes."""
+
+MS_RDONLY, MS_NOSUID, MS_NODEV, MS_NOEXEC = 1, 2, 4, 8
+MS_REMOUNT, MS_BIND, MS_REC, MS_PRIVATE, MS_RELATIME = 32, 4096, 16384, 1 << 18, 1 << 21
+MNT_DETACH = 2
+
+PR_SET_PDEATHSIG, PR_SET_DUMPABLE, PR_SET_NAME, PR_SET_SECCOMP = 1, 4, 15, 22
+PR_CAPBSET_DROP, PR_SET_NO_NEW_PRIVS, PR_CAP_AMBIENT = 24, 38, 47
+
+_libc = ctypes.CDLL(None, use_errno=True)
+
+# Numbers that differ by machine; those from 424 up are the same everywhere.
+_COMMON = {
+    "io_uring_setup": 425, "io_uring_enter": 426, "io_uring_register": 427, "open_tree": 428, "move_mount": 429,
+    "fsopen": 430, "fsconfig": 431, "fsmount": 432, "fspick": 433, "pidfd_getfd": 438, "process_madvise": 440,
+    "mount_setattr": 442, "quotactl_fd": 443, "memfd_secret": 447, "open_tree_attr": 467,
+}  # fmt: skip
+_DENIED = {
+    "x86_64": {
+        "ptrace": 101, "syslog": 103, "personality": 135, "vhangup": 153, "pivot_root": 155, "adjtimex": 159, "chroot": 161,
+        "acct": 163, "settimeofday": 164, "mount": 165, "umount2": 166, "swapon": 167, "swapoff": 168, "reboot": 169,
+        "sethostname": 170, "setdomainname": 171, "iopl": 172, "ioperm": 173, "create_module": 174, "init_module": 175,
+        "delete_module": 176, "quotactl": 179, "lookup_dcookie": 212, "clock_settime": 227, "mbind": 237, "set_mempolicy": 238,
+        "kexec_load": 246, "add_key": 248, "request_key": 249, "keyctl": 250, "migrate_pages": 256, "unshare": 272,
+        "move_pages": 279, "perf_event_open": 298, "fanotify_init": 300, "name_to_handle_at": 303, "open_by_handle_at": 304,
+        "clock_adjtime": 305, "setns": 308, "process_vm_readv": 310, "process_vm_writev": 311, "kcmp": 312, "finit_module": 313,
+        "kexec_file_load": 320, "bpf": 321, "userfaultfd": 323,
+    },
+    "aarch64": {
+        "lookup_dcookie": 18, "umount2": 39, "mount": 40, "pivot_root": 41, "chroot": 51, "vhangup": 58, "quotactl": 60, "acct": 89,
+        "personality": 92, "unshare": 97, "kexec_load": 104, "init_module": 105, "delete_module": 106, "clock_settime": 112,
+        "syslog": 116, "ptrace": 117, "reboot": 142, "sethostname": 161, "setdomainname": 162, "settimeofday": 170, "adjtimex": 171,
+        "add_key": 217, "request_key": 218, "keyctl": 219, "swapon": 224, "swapoff": 225, "mbind": 235, "set_mempolicy": 237,
+        "migrate_pages": 238, "move_pages": 239, "perf_event_open": 241, "fanotify_init": 262, "name_to_handle_at": 264,
+        "open_by_handle_at": 265, "clock_adjtime": 266, "setns": 268, "process_vm_readv": 270, "process_vm_writev": 271,
+        "kcmp": 272, "finit_module": 273, "bpf": 280, "userfaultfd": 282, "kexec_file_load": 294,
+    },
+}  # fmt: skip
+_OTHER = {
+    "x86_64": {"audit": 0xC000003E, "clone": 56, "clone3": 435, "socket": 41, "ioctl": 16, "pivot_root": 155, "capset": 126},
+    "aarch64": {"audit": 0xC00000B7, "clone": 220, "clone3": 435, "socket": 198, "ioctl": 29, "pivot_root": 41, "capset": 91},
+}
+MACHINE = platform.machine()
+
+
+def _call(name: str, *args: object) -> int:
+    result = getattr(_libc, name)(*args)
+    if result < 0:
+        code = ctypes.get_errno()
+        raise OSError(code, f"{name}: {os.strerror(code)}")
+    return result
+
+
+def unshare(flags: int) -> None:
+    _call("unshare", ctypes.c_int(flags))
+
+
+def setns(fd: int, flags: int) -> None:
+    _call("setns", ctypes.c_int(fd), ctypes.c_int(flags))
+
+
+def prctl(option: int, a: int = 0, b: int = 0, c: int = 0, d: int = 0) -> None:
+    _call("prctl", ctypes.c_int(option), *(ctypes.c_ulong(v) for v in (a, b, c, d)))
+
+
+def mount(source: str, target: str, kind: str = "", flags: int = 0, data: str = "") -> None:
+    arguments = [text.encode() if text else None for text in (source, target, kind, data)]
+    result = _libc.mount(arguments[0], arguments[1], arguments[2], ctypes.c_ulong(flags), arguments[3])
+    if result < 0:
+        code = ctypes.get_errno()
+        raise OSError(code, f"mount of {kind or source} on {target}: {os.strerror(code)}")
+
+
+def unmount(target: str) -> None:
+    _call("umount2", target.encode(), ctypes.c_int(MNT_DETACH))
+
+
+def bind(source: str, target: str, *, readonly: bool = True) -> None:
+    """Bind a file or a folder, with what is mounted below it: in a user namespace the parts of a locked tree cannot be taken apart."""
+    mount(source, target, flags=MS_BIND | MS_REC)
+    if readonly:
+        seal(target)
+
+
+def seal(path: str) -> None:
+    """Make the mount at `path`, and those below it, read-only and without set-uid; devices stay usable only where they were bound."""
+    attributes = struct.pack("QQQQ", MS_RDONLY | MS_NOSUID, 0, 0, 0)
+    at_fdcwd, at_recursive = -100, 0x8000
+    buffer = ctypes.create_string_buffer(attributes)
+    number = ctypes.c_long(_COMMON["mount_setattr"])
+    result = _libc.syscall(
+        number, ctypes.c_int(at_fdcwd), path.encode(), ctypes.c_uint(at_recursive), buffer, ctypes.c_size_t(len(attributes))
+    )
+    if result == 0:
+        return
+    code = ctypes.get_errno()
+    if code != errno.ENOSYS:
+        raise OSError(code, f"mount_setattr of {path}: {os.strerror(code)}")
+    # Before Linux 5.12: remount one mount, keeping the flags that a user namespace may not clear.
+    kept = os.statvfs(path).f_flag & (MS_NODEV | MS_NOEXEC | 1024 | 2048)
+    mount("", path, flags=MS_REMOUNT | MS_BIND | MS_RDONLY | MS_NOSUID | kept)
+
+
+def pivot_root(new_root: str) -> None:
+    """Make `new_root` the root and drop the old tree."""
+    os.chdir(new_root)
+    number = ctypes.c_long(_OTHER[MACHINE]["pivot_root"])
+    if _libc.syscall(number, b".", b".") < 0:
+        code = ctypes.get_errno()
+        raise OSError(code, f"pivot_root to {new_root}: {os.strerror(code)}")
+    unmount(".")
+    os.chdir("/")
+
+
+def map_ids(inside: int, uid: int, gid: int) -> None:
+    """Map one user and one group of the parent user namespace to `inside`."""
+    for name, line in (("setgroups", "deny"), ("uid_map", f"{inside} {uid} 1"), ("gid_map", f"{inside} {gid} 1")):
+        with open(f"/proc/self/{name}", "w") as file:
+            file.write(line)
+
+
+def loopback_up() -> None:
+    """Bring up `lo` of a fresh network namespace; suites talk to themselves over it."""
+    siocsifflags, iff_up = 0x8914, 1
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC) as sock:
+        fcntl.ioctl(sock, siocsifflags, struct.pack("16sh14x", b"lo", iff_up))
+
+
+def drop_capabilities() -> None:
+    """Empty all five capability sets, for good."""
+    for capability in range(64):
+        try:
+            prctl(PR_CAPBSET_DROP, capability)
+        except OSError:
+            break
+    try:
+        prctl(PR_CAP_AMBIENT, 4)
+    except OSError:
+        pass
+    header = ctypes.create_string_buffer(struct.pack("Ii", 0x20080522, 0))
+    data = ctypes.create_string_buffer(struct.pack("6I", 0, 0, 0, 0, 0, 0))
+    _call("syscall", ctypes.c_long(_OTHER[MACHINE]["capset"]), header, data)
+
+
+# ---------------------------------------------------------------------------------------------------
+# seccomp
+
+_LD, _JEQ, _JGE, _JSET, _RET = 0x20, 0x15, 0x35, 0x45, 0x06
+_ALLOW, _KILL, _ERRNO = 0x7FFF0000, 0x80000000, 0x00050000
+_NR, _ARCH, _ARG0, _ARG1 = 0, 4, 16, 24
+
+
+def _op(code: int, k: int, jt: int = 0, jf: int = 0) -> bytes:
+    return struct.pack("HBBI", code, jt, jf, k)
+
+
+def deny_filter(machine: str = MACHINE) -> bytes:
+    """The BPF program every process of a sandbox runs under; b"" where the machine is not known."""
+    if machine not in _DENIED:
+        return b""
+    other = _OTHER[machine]
+
+    def refuse(code: int) -> bytes:
+        return _op(_RET, _ERRNO | code)
+
+    program = [_op(_LD, _ARCH), _op(_JEQ, other["audit"], 1, 0), _op(_RET, _KILL), _op(_LD, _NR)]
+    if machine == "x86_64":  # the x32 calls are the same kernel code under other numbers
+        program += [_op(_JGE, 0x40000000, 0, 1), refuse(errno.ENOSYS)]
+    for number in sorted({*_DENIED[machine].values(), *_COMMON.values()}):
+        program += [_op(_JEQ, number, 0, 1), refuse(errno.EPERM)]
+    # clone3 passes its flags by pointer, which a filter cannot follow; libc falls back to clone.
+    program += [_op(_JEQ, other["clone3"], 0, 1), refuse(errno.ENOSYS)]
+    program += [_op(_JEQ, other["clone"], 0, 4), _op(_LD, _ARG0), _op(_JSET, NAMESPACE_FLAGS, 0, 1), refuse(errno.EPERM)]
+    program += [_op(_RET, _ALLOW)]
+    families = [socket.AF_UNIX, socket.AF_INET, socket.AF_INET6, socket.AF_NETLINK]
+    program += [_op(_JEQ, other["socket"], 0, 3 + len(families)), _op(_LD, _ARG0)]
+    program += [_op(_JEQ, family, len(families) - i, 0) for i, family in enumerate(families)]
+    program += [refuse(errno.EAFNOSUPPORT), _op(_RET, _ALLOW)]
+    # TIOCSTI and TIOCLINUX put characters into somebody else's terminal.
+    program += [_op(_JEQ, other["ioctl"], 0, 4), _op(_LD, _ARG1), _op(_JEQ, 0x5412, 1, 0), _op(_JEQ, 0x541C, 0, 1)]
+    program += [refuse(errno.EPERM), _op(_RET, _ALLOW)]
+    return b"".join(program)
+
+
+def filter_hash(machine: str = MACHINE) -> str:
+    """Names the filter in a boundary record; empty when there is none."""
+    program = deny_filter(machine)
+    return hashlib.sha256(program).hexdigest()[:16] if program else ""
+
+
+class _Program(ctypes.Structure):
+    _fields_ = [("length", ctypes.c_ushort), ("filter", ctypes.c_char_p)]
+
+
+def install_filter() -> None:
+    """Put the calling process and all its children under the filter. Needs no_new_privs."""
+    program = deny_filter()
+    if not program:
+        return
+    body = _Program(len(program) // 8, program)
+    seccomp_mode_filter = 2
+    result = _libc.prctl(ctypes.c_int(PR_SET_SECCOMP), ctypes.c_ulong(seccomp_mode_filter), ctypes.byref(body), 0, 0)
+    if result < 0:
+        code = ctypes.get_errno()
+        raise OSError(code, f"seccomp filter: {os.strerror(code)}")

@@ -1,0 +1,50 @@
+"""One door to all backends: `open_host`. It never falls back to a weaker boundary than the one asked for."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from etude.errors import UserError, nearest
+from etude.protocols import SandboxHost
+
+BACKENDS = ("auto", "namespace", "plain")
+
+
+def open_host(backend: str = "auto", root: Path | str | None = None, unsafe: bool = False) -> SandboxHost:
+    """A host that makes sandboxes on this machine. Blocks for about a second; call it before torch is imported.
+
+    "auto" is the namespace backend where it works, and an error that says what is missing where it does not. With a
+    `root` where a sandboxd runs already, that one is used. "plain" protects nothing and needs unsafe=True as well.
+    """
+    if backend not in BACKENDS:
+        raise UserError(f"unknown sandbox backend {backend!r}; {nearest(backend, BACKENDS)}")
+    if backend == "plain":
+        from etude.sandbox.plain import PlainHost
+
+        return PlainHost(root=root, unsafe=unsafe)
+    from etude.sandbox.client import NamespaceHost, connect_daemon, start_daemon
+    from etude.sandbox.probe import probe
+
+    found = probe()
+    if not found.works:
+        raise UserError(
+            f"{found.explain()}. To run without any boundary, for code that you trust, ask for it by name: "
+            "backend='plain', unsafe=True (sandbox.backend = \"plain\" and sandbox.unsafe = true in a config)"
+        )
+    if root is not None and _runs(Path(root)):
+        return NamespaceHost(connect_daemon(root), own_daemon=False)
+    return NamespaceHost(start_daemon(root))
+
+
+def _runs(root: Path) -> bool:
+    """Whether a sandboxd holds the lock of `root`."""
+    import os
+
+    from etude.sandbox.daemon import lock
+
+    if not (root / "socket").exists():
+        return False
+    held = lock(root)
+    if held >= 0:
+        os.close(held)
+    return held < 0

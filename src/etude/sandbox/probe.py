@@ -1,0 +1,151 @@
+"""What this machine can enforce, found by doing it: `python -m etude.sandbox.probe` prints one JSON object.
+
+Each step of making a sandbox is tried in a process of its own; the first that fails is named with what to do about it.
+A device node or a kernel option proves nothing; only the attempt does. Standard library only.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass(frozen=True, kw_only=True)
+class Probe:
+    """Whether the namespace backend works here."""
+
+    works: bool
+    failed_step: str = ""
+    error: str = ""
+    remedy: str = ""
+    facts: dict[str, Any] = field(default_factory=dict)
+
+    def explain(self) -> str:
+        if self.works:
+            return "the namespace backend works on this machine"
+        return f"the namespace backend does not work here: {self.failed_step}: {self.error}. {self.remedy}"
+
+
+USERNS = (
+    "Allow user namespaces: sysctl user.max_user_namespaces=15000; on Debian also kernel.unprivileged_userns_clone=1; on Ubuntu "
+    "kernel.apparmor_restrict_unprivileged_userns=0. In a container, run it with --security-opt seccomp=unconfined"
+)
+REMEDIES = {
+    "platform": "Namespaces are a Linux feature; elsewhere use a Linux machine or a Linux virtual machine",
+    "user namespace": USERNS,
+    "mount namespace": USERNS,
+    "tmpfs": USERNS,
+    "overlay": "overlayfs in a user namespace needs Linux 5.11 or newer, and the module `overlay` loaded",
+    "proc": "In a container, /proc must not be masked: run it with --security-opt systempaths=unconfined, or --privileged",
+    "network namespace": "Allow network namespaces: sysctl user.max_net_namespaces=15000",
+    "seccomp": "The kernel needs CONFIG_SECCOMP_FILTER",
+}
+
+
+def probe(timeout_s: float = 30.0) -> Probe:
+    """Try everything a sandbox needs, in a fresh process."""
+    if not sys.platform.startswith("linux"):
+        return Probe(works=False, failed_step="platform", error=f"this is {platform.system()}", remedy=REMEDIES["platform"])
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
+    try:
+        done = subprocess.run([sys.executable, "-m", "etude.sandbox.probe"], capture_output=True, timeout=timeout_s, env=environment)
+        return Probe(**json.loads(done.stdout))
+    except (subprocess.TimeoutExpired, json.JSONDecodeError) as error:
+        return Probe(works=False, failed_step="probe", error=repr(error), remedy="Run python -m etude.sandbox.probe and look at its output")
+
+
+def _steps() -> list[tuple[str, Callable[[], None]]]:
+    from etude.sandbox import base, linux
+
+    uid, gid = base.sandbox_owner()
+
+    def give_up_root() -> None:
+        if os.geteuid() == 0:
+            os.setgroups([])
+            os.setresgid(gid, gid, gid)
+            os.setresuid(uid, uid, uid)
+            linux.prctl(linux.PR_SET_DUMPABLE, 1)
+
+    def user() -> None:
+        give_up_root()
+        linux.unshare(linux.CLONE_NEWUSER | linux.CLONE_NEWNS | linux.CLONE_NEWPID)
+        linux.map_ids(0, uid, gid)
+
+    def overlay() -> None:
+        for name in ("lower", "upper", "work", "merged"):
+            os.mkdir(f"/tmp/{name}")
+        with open("/tmp/lower/gone", "w"):
+            pass
+        linux.mount("probe", "/tmp/merged", "overlay", 0, "userxattr,lowerdir=/tmp/lower,upperdir=/tmp/upper,workdir=/tmp/work")
+        os.unlink("/tmp/merged/gone")
+
+    def proc() -> None:
+        pid = os.fork()
+        if pid == 0:
+            code = 1
+            try:
+                linux.mount("proc", "/tmp/merged", "proc")
+                code = 0
+            except OSError as error:
+                code = error.errno or 1
+            finally:
+                os._exit(code)
+        code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+        if code:
+            raise OSError(code, os.strerror(code))
+
+    def seccomp() -> None:
+        linux.drop_capabilities()
+        linux.prctl(linux.PR_SET_NO_NEW_PRIVS, 1)
+        linux.install_filter()
+
+    return [
+        ("user namespace", user),
+        ("mount namespace", lambda: linux.mount("none", "/", flags=linux.MS_REC | linux.MS_PRIVATE)),
+        ("tmpfs", lambda: linux.mount("probe", "/tmp", "tmpfs", 0, "size=1m")),
+        ("overlay", overlay),
+        ("proc", proc),
+        ("network namespace", lambda: linux.unshare(linux.CLONE_NEWNET | linux.CLONE_NEWIPC | linux.CLONE_NEWUTS)),
+        ("seccomp", seccomp),
+    ]
+
+
+def _landlock_abi() -> int:
+    """Version of Landlock, 0 without. Not used by the backend yet; reported for `etude doctor`."""
+    import ctypes
+
+    return max(int(ctypes.CDLL(None).syscall(ctypes.c_long(444), None, ctypes.c_size_t(0), ctypes.c_uint(1))), 0)
+
+
+def main() -> None:
+    from etude.sandbox import linux
+    from etude.sandbox.cgroups import Cgroups
+
+    groups = Cgroups(f"probe-{os.getpid()}")
+    facts = {
+        "kernel": os.uname().release,
+        "machine": linux.MACHINE,
+        "memory": groups.enforces("memory") or "polling",
+        "pids": groups.enforces("pids") or "RLIMIT_NPROC",
+        "filter": linux.filter_hash() or "none for this machine",
+        "landlock_abi": _landlock_abi(),
+    }
+    groups.close()
+    result: dict[str, Any] = {"works": True, "facts": facts}
+    for name, step in _steps():
+        try:
+            step()
+        except OSError as error:
+            result |= {"works": False, "failed_step": name, "error": str(error), "remedy": REMEDIES[name]}
+            break
+    print(json.dumps(result))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,246 @@
+"""The fork server: an interpreter with pytest imported, inside the base file system, and how a fork of it becomes a sandbox.
+
+    sandboxd -- forks, enters new user, mount and pid namespaces, builds the base file system, executes Python --> zygote
+    zygote   -- forks one child per sandbox: new pid namespace, then `become_sandbox` --> tool server, process 1 of the sandbox
+
+The zygote is process 1 of its own pid namespace and all sandboxes live in namespaces below it. When it dies, or sandboxd
+dies and its socket closes, the kernel kills every process of every sandbox and drops every mount: nothing can be left.
+
+Identity: sandboxd's user (or SANDBOX_UID when that is root, given up before the first namespace is made) is user 0 of
+the zygote's namespace, which may mount; each sandbox has a user namespace below it where the same user is 1000, has no
+capability, and where the kernel counts its processes apart from those of other sandboxes.
+
+This file runs where the etude package is not visible: sandboxd passes the source text of it, of `linux` and of
+`toolserver` through a descriptor. It imports nothing else.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import resource
+import selectors
+import signal
+import socket
+import sys
+from typing import Any
+
+from etude.sandbox import linux, toolserver
+
+INSIDE_ID = 1000
+REPO = "/repo"
+"""The workspace, as every sandbox sees it."""
+LAYERS, SCRATCH = "/mnt/layers", "/mnt/scratch"
+MAX_MESSAGE = 1 << 16
+
+
+def send(sock: socket.socket, message: dict[str, Any], fds: tuple[int, ...] | list[int] = ()) -> None:
+    socket.send_fds(sock, [json.dumps(message).encode()], list(fds))
+
+
+def receive(sock: socket.socket) -> tuple[dict[str, Any] | None, list[int]]:
+    """One message and the descriptors that came with it; None at the end of the stream."""
+    data, fds, _, _ = socket.recv_fds(sock, MAX_MESSAGE, 8, socket.MSG_CMSG_CLOEXEC)
+    return (json.loads(data) if data else None), fds
+
+
+class Zygote:
+    """Forks shells on request, kills them on request, reaps them, reports their end."""
+
+    def __init__(self, control: socket.socket) -> None:
+        self._control = control
+        self._children: dict[int, str] = {}
+        self._own_pid_namespace = os.open("/proc/self/ns/pid", os.O_RDONLY | os.O_CLOEXEC)
+        self._wake, wake_write = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
+        signal.set_wakeup_fd(wake_write, warn_on_full_buffer=False)
+        signal.signal(signal.SIGCHLD, lambda *_: None)
+
+    def serve(self) -> None:
+        selector = selectors.DefaultSelector()
+        selector.register(self._control, selectors.EVENT_READ)
+        selector.register(self._wake, selectors.EVENT_READ)
+        while True:
+            for key, _ in selector.select():
+                if key.fd == self._wake:
+                    with contextlib.suppress(BlockingIOError):
+                        os.read(self._wake, 4096)
+                    self._reap()
+                elif not self._handle():
+                    return
+
+    def _handle(self) -> bool:
+        message, fds = receive(self._control)
+        if message is None:
+            return False
+        name = message["id"]
+        if message["op"] == "spawn":
+            try:
+                self._spawn(name, fds)
+            except OSError as error:
+                send(self._control, {"dead": name, "why": f"the fork server could not fork: {error}"})
+            for fd in fds:
+                os.close(fd)
+        elif message["op"] == "kill":
+            for pid, other in self._children.items():
+                if other == name:
+                    os.kill(pid, signal.SIGKILL)
+        return True
+
+    def _spawn(self, name: str, fds: list[int]) -> None:
+        linux.unshare(linux.CLONE_NEWPID)
+        try:
+            pid = os.fork()
+        finally:
+            if "pid" not in locals() or pid != 0:
+                linux.setns(self._own_pid_namespace, linux.CLONE_NEWPID)
+        if pid == 0:
+            code = 1
+            try:
+                become_sandbox(fds[0], fds[1:])
+                code = 0
+            finally:
+                os._exit(code)
+        self._children[pid] = name
+
+    def _reap(self) -> None:
+        while True:
+            try:
+                pid, status = os.waitpid(-1, os.WNOHANG)
+            except ChildProcessError:
+                return
+            if pid == 0:
+                return
+            name = self._children.pop(pid, None)
+            if name is not None:
+                send(self._control, {"dead": name, "why": _how(os.waitstatus_to_exitcode(status))})
+
+
+def _how(code: int) -> str:
+    return f"its first process was killed by signal {-code}" if code < 0 else f"its first process ended with status {code}"
+
+
+def become_sandbox(control_fd: int, cgroup_fds: list[int]) -> None:
+    """In a fresh fork: wait as a shell for the order to start, then shut every door and serve."""
+    for fd in cgroup_fds:
+        os.write(fd, b"0")
+    kept = sorted({0, 1, 2, control_fd})
+    for low, high in zip(kept, [*kept[1:], 1 << 16], strict=True):
+        os.closerange(low + 1, high)
+    signal.set_wakeup_fd(-1)
+    os.setsid()
+    control = socket.socket(fileno=control_fd)
+    linux.unshare(linux.CLONE_NEWNS)
+    linux.mount("proc", "/proc", "proc", linux.MS_NOSUID | linux.MS_NODEV | linux.MS_NOEXEC)
+    order, fds = receive(control)
+    if order is None:
+        return
+    try:
+        upper = mount_workspace(order["layers"], order["limits"])
+        score_fd = close_doors(order["limits"])
+        server = toolserver.Server(
+            workdir=REPO,
+            limits=order["limits"],
+            environment=order["environment"],
+            bin_dir=os.path.dirname(sys.executable),
+            guard=lambda: linux.prctl(linux.PR_SET_DUMPABLE, 1),
+            counters=dict(zip(order["counters"], fds[1:], strict=True)),
+            score_fd=score_fd,
+            poll_memory=order["poll_memory"],
+        )
+        server.connect(socket.socket(fileno=fds[0]))
+    except (OSError, KeyError) as error:
+        send(control, {"error": str(error)})
+        return
+    send(control, {"started": True}, [upper])
+    os.close(upper)
+
+    def ordered(_mask: int) -> None:
+        message, more = receive(control)
+        if message is None:
+            os._exit(0)
+        if message["op"] == "attach":
+            server.connect(socket.socket(fileno=more[0]))
+
+    server.watch(control.fileno(), ordered)
+    server.serve()
+
+
+def mount_workspace(layers: list[str], limits: dict[str, float]) -> int:
+    """Mount the workspace over its read-only layers, and /tmp beside its upper layer: one tmpfs bounds both.
+
+    Returns a descriptor of the upper layer, by which the host reads what changed. The tmpfs itself is unmounted again:
+    inside, nothing but the overlay leads to it, and the layers of other sandboxes are out of sight.
+    """
+    size = int(limits["disk_bytes"])
+    inodes = max(4096, size // 4096)
+    flags = linux.MS_NOSUID | linux.MS_NODEV
+    linux.mount("sandbox", SCRATCH, "tmpfs", flags, f"size={size},nr_inodes={inodes},mode=755")
+    for name, mode in (("upper", 0o755), ("work", 0o755), ("tmp", 0o1777)):
+        os.mkdir(f"{SCRATCH}/{name}")
+        os.chmod(f"{SCRATCH}/{name}", mode)
+    upper = os.open(f"{SCRATCH}/upper", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    lower = ":".join(f"{LAYERS}/{layer}" for layer in layers)
+    linux.mount("sandbox", REPO, "overlay", flags, f"userxattr,lowerdir={lower},upperdir={SCRATCH}/upper,workdir={SCRATCH}/work")
+    for target in ("/tmp", "/dev/shm"):
+        linux.mount(f"{SCRATCH}/tmp", target, flags=linux.MS_BIND)
+    linux.unmount(SCRATCH)
+    linux.unmount(LAYERS)
+    return upper
+
+
+def close_doors(limits: dict[str, float]) -> int:
+    """Give up everything that agent code must not have. Returns a descriptor of this process's out-of-memory score."""
+    linux.prctl(linux.PR_SET_NAME, _text("sandbox"))
+    flags = linux.CLONE_NEWUSER | linux.CLONE_NEWNET | linux.CLONE_NEWIPC | linux.CLONE_NEWUTS
+    try:
+        linux.unshare(flags | linux.CLONE_NEWCGROUP)
+    except OSError:  # kernels without cgroup namespaces
+        linux.unshare(flags)
+    linux.map_ids(INSIDE_ID, 0, 0)
+    socket.sethostname("sandbox")
+    linux.loopback_up()
+    os.chdir(REPO)
+    os.umask(0o022)
+    score_fd = os.open("/proc/self/oom_score_adj", os.O_WRONLY | os.O_CLOEXEC)
+    processes = int(limits["pids"])
+    disk = int(limits["disk_bytes"])
+    for kind, wanted in (
+        (resource.RLIMIT_NPROC, processes),
+        (resource.RLIMIT_FSIZE, disk),
+        (resource.RLIMIT_NOFILE, 1024),
+        (resource.RLIMIT_CORE, 0),
+        (resource.RLIMIT_MEMLOCK, 0),
+        (resource.RLIMIT_MSGQUEUE, 0),
+    ):
+        hard = resource.getrlimit(kind)[1]
+        value = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+        resource.setrlimit(kind, (value, value))
+    linux.drop_capabilities()
+    linux.prctl(linux.PR_SET_NO_NEW_PRIVS, 1)
+    linux.install_filter()
+    linux.prctl(linux.PR_SET_DUMPABLE, 0)
+    return score_fd
+
+
+def _text(name: str) -> int:
+    """A pointer to a C string that stays alive."""
+    import ctypes
+
+    _KEPT.append(ctypes.create_string_buffer(name.encode()))
+    return ctypes.addressof(_KEPT[-1])
+
+
+_KEPT: list[Any] = []
+
+
+def main(control_fd: int) -> None:
+    """Entry after the exec: warm up, say so, serve until sandboxd goes away."""
+    control = socket.socket(fileno=control_fd)
+    try:
+        toolserver.warm_up()
+    except Exception as error:  # whatever an import can raise is one line for the person who asked for a sandbox
+        send(control, {"failed": f"the fork server could not import pytest: {error!r}"})
+        return
+    send(control, {"ready": True, "pids": os.listdir("/proc").count("1")})
+    Zygote(control).serve()

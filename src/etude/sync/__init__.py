@@ -1,0 +1,1 @@
+"""Lossless weight deltas: codec, publisher, receiver, object store."""

@@ -1,0 +1,1 @@
+"""Tasks: katas, feature deletion, scrub and leak prover, validation, grading, curriculum."""

@@ -1,0 +1,138 @@
+"""What the trainers are told. Apart from the trainers so that reading a recipe does not import torch.
+
+Choices the sources leave open carry their reason here (facts: Composer 2 report, arXiv 2603.24477, section 4).
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from etude.config import config, live
+from etude.errors import ConfigError
+from etude.model.config import ModelConfig, Numerics
+from etude.optim.config import OptimConfig
+from etude.optim.schedules import ScheduleConfig
+
+DType = Literal["float32", "bfloat16"]
+
+
+@config
+class RLConfig:
+    """One RL stage: objective, packing, numerics, optimizer."""
+
+    lr: float = live(1e-4)
+    """Peak step size. Tiny models take 1e-4 to 3e-4 and collapse at 1e-3 (measured on 1.9 M parameters); large ones 1e-6."""
+    schedule: ScheduleConfig = ScheduleConfig()
+    """Constant by default: an RL run has no known end. `warmup` counts steps."""
+    optim: OptimConfig = OptimConfig()
+    objective: Literal["truncated", "none", "ppo_clip"] = "truncated"
+    """Off-policy correction per token: truncated importance weight, none, or PPO's clipped ratio (see `objectives`)."""
+    cap: float = live(2.0)
+    """Upper bound of the truncated importance weight; 2 is the usual token-level value."""
+    clip_low: float = live(0.2)
+    clip_high: float = live(0.28)
+    """PPO clip range 1 - low .. 1 + high; the upper side wider, as in DAPO (arXiv 2503.14476)."""
+    advantage: Literal["centred", "standardised"] = "centred"
+    """reward - group mean (Dr. GRPO), or that divided by the group's standard deviation (GRPO), for comparison."""
+    overlong: Literal["keep", "mask"] = "keep"
+    """Rollouts that ran out of tokens or context: trained on like any other, or (ablation) left out of the loss."""
+    loss_constant: float = 1024.0
+    """C of the normaliser C * rollouts: the token sum is divided by it, never by a sequence's own length."""
+    kl: float = live(1e-3)
+    """Coefficient of k1 against the reference policy, as a per-token reward; 0 loads no reference and saves its forward."""
+    kl_credit: Literal["token", "to_go"] = "token"
+    """A token answers for its own k1 only (low variance), or for all k1 from it to the segment's end (the exact sequence gradient)."""
+    balance: float = live(0.0)
+    """Weight of the experts' load-balancing loss; 0 because replayed routes leave little to balance within a stage."""
+    router_replay: bool = True
+    """Mixture of experts: run the trainer's forward with the experts the engine used."""
+    skip_silent: bool = True
+    """Leave groups whose rewards are all equal out of the forward when neither KL nor balance needs them; the gradient is the same."""
+    row_tokens: int = 4096
+    """Tokens of a packed row, at least the context window: a segment is never split."""
+    numerics: Numerics = "fast"
+    """fast | matched | invariant, as in the engine."""
+    compute_dtype: DType = "float32"
+    """Type the forward and backward run in; the optimizer's master weights are float32 whatever this is."""
+    publish_dtype: DType = "bfloat16"
+    """Type of published weights. The trainer's own forward uses these rounded values, so what trains is what serves."""
+    device: str = "cpu"
+
+    def __post_init__(self) -> None:
+        if self.lr < 0 or self.kl < 0 or self.balance < 0:
+            raise ConfigError(f"lr, kl and balance must not be negative, got {self.lr}, {self.kl}, {self.balance}")
+        if self.cap < 1 or not 0 < self.clip_low < 1 or self.clip_high <= 0:
+            raise ConfigError(f"cap >= 1, 0 < clip_low < 1 and clip_high > 0 are needed, got {self.cap}, {self.clip_low}, {self.clip_high}")
+        if self.loss_constant <= 0 or self.row_tokens < 1:
+            raise ConfigError(f"loss_constant and row_tokens must be positive, got {self.loss_constant}, {self.row_tokens}")
+
+
+@config
+class PhaseConfig:
+    """One phase of pretraining: bulk, longer context, or supervised fine-tuning."""
+
+    name: str
+    data: str
+    """Folder or file of document shards (see `documents`)."""
+    tokens: int
+    """Token budget; the phase stops with the step that reaches it."""
+    length: int
+    """Context length; longer documents are cut into pieces of this many tokens."""
+    batch_tokens: int = 32_768
+    """Tokens of one optimizer step."""
+    lr: float = 3e-3
+    schedule: ScheduleConfig = ScheduleConfig(kind="wsd", warmup=0.02, decay=0.3)
+    optim: OptimConfig = OptimConfig(kind="muon", weight_decay=0.1)
+
+    def __post_init__(self) -> None:
+        if min(self.tokens, self.length, self.batch_tokens) < 1:
+            raise ConfigError(f"phase {self.name!r}: tokens, length and batch_tokens must be positive")
+        if self.length < 2:
+            raise ConfigError(f"phase {self.name!r}: length is {self.length}; predicting a token needs at least 2")
+
+
+@config
+class PretrainConfig:
+    """A whole pretraining: a model's shape or a base to start from, and its phases in order."""
+
+    phases: tuple[PhaseConfig, ...]
+    model: ModelConfig | None = None
+    """Shape of a model to start from random weights; give this or `base`."""
+    base: str = ""
+    """Model folder to start from."""
+    tokenizer: str = ""
+    """Folder whose tokenizer files go into every checkpoint; the base's own when empty."""
+    held_out: str = ""
+    """Document shards never trained on; their loss is logged against log compute."""
+    eval_every: int = 100
+    """Steps between held-out evaluations; every phase also ends with one."""
+    eval_tokens: int = 65_536
+    """Tokens of the held-out shards used each time, always the same ones."""
+    save_every: int = 500
+    """Steps between checkpoints; the end of the run always has one."""
+    stop_tokens: int = 0
+    """End the run after this many tokens in total, whatever the phases say; 0: no such limit."""
+    row_tokens: int = 4096
+    """Tokens of one forward; raise it on a GPU."""
+    precision: Literal["float32", "bfloat16"] = "float32"
+    """bfloat16 runs the forward under autocast; weights and optimizer stay float32."""
+    save_dtype: DType = "bfloat16"
+    """Type of the weights in checkpoints' model folders; the exact float32 ones are beside the optimizer."""
+    compile: bool = False
+    """torch.compile of the decoder; pays off on long GPU runs only."""
+    device: str = "cpu"
+    seed: int = 0
+    licence: str = ""
+    """Licence of the weights that come out, for the provenance record."""
+
+    def __post_init__(self) -> None:
+        if not self.phases:
+            raise ConfigError("a pretraining needs at least one [[phases]] table")
+        if (self.model is None) == (not self.base):
+            raise ConfigError("give either a [model] table (random start) or base = 'folder', not both and not neither")
+        longest = max(p.length for p in self.phases)
+        if self.row_tokens < longest:
+            raise ConfigError(f"row_tokens = {self.row_tokens} is less than the longest phase's length {longest}")
+        names = [p.name for p in self.phases]
+        if len(set(names)) != len(names):
+            raise ConfigError(f"phases need different names, got {names}")

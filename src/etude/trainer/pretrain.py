@@ -1,0 +1,345 @@
+"""Pretraining in phases: bulk, longer context, supervised fine-tuning, one pipeline from one TOML.
+
+Each step takes packed documents, adds the cross-entropy of the tokens their masks ask for (the `ce` stream, a mean over those
+tokens) and the experts' load-balancing loss, and moves the weights with the phase's optimizer and schedule. The loss on held-out
+documents is recorded against the operations spent, and a line is fitted to it over log compute (Composer 2 report, section 3.1:
+it falls log-linearly).
+
+Invariants: everything follows from the config and the seed; a run that is killed and resumed from its last checkpoint gives the
+same weights, bit for bit, as one that was not; a checkpoint exists under its final name only when it is whole; a loss or
+gradient that is not finite stops the run before any weight changes. Optimizer state is carried into the next phase when both use the
+same kind of optimizer.
+
+Folder layout: <out>/checkpoints/step-N/{model/, optim/} and <out>/curve.json.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import json
+import shutil
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from etude.config import resolved
+from etude.errors import CheckpointError, UserError
+from etude.model.transformer import Decoder
+from etude.model.weights import from_config, load_model
+from etude.optim.build import Optimizer, build_optimizer, clip_gradients
+from etude.optim.schedules import factor
+from etude.records import Batch, content_hash, seed_for
+from etude.sync.chain import weights_hash
+from etude.trainer import provenance
+from etude.trainer.checkpoint import read_state, restore_tensors, save_checkpoint
+from etude.trainer.config import PhaseConfig, PretrainConfig
+from etude.trainer.documents import Documents, Rows, rows_of
+from etude.trainer.flops import TRAIN_FACTOR, forward_flops
+from etude.trainer.losses import ce_loss, load_entropy, require_finite, score, targets
+
+Progress = Callable[[dict[str, Any]], None]
+KEEP = 2
+"""Checkpoints kept; older ones are removed after a newer one was committed."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Point:
+    """One held-out evaluation."""
+
+    phase: str
+    step: int
+    tokens: int
+    flops: float
+    loss: float
+    """Nats per predicted token."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PretrainResult:
+    model: Path
+    """Hugging Face folder of the last checkpoint."""
+    steps: int
+    tokens: int
+    flops: float
+    curve: tuple[Point, ...]
+    weights: str
+    """Content hash of the weights as saved."""
+
+
+def pretrain(config: PretrainConfig, out: str | Path, *, progress: Progress | None = None, resume: bool = True) -> PretrainResult:
+    """Run all phases, or go on where `out`'s last checkpoint stopped. `progress` gets one dictionary a step."""
+    run = _Run(config, Path(out), progress or (lambda line: None))
+    last = latest_checkpoint(Path(out))
+    if last is not None and resume:
+        run.restore(last)
+    elif last is not None:
+        raise CheckpointError(f"{out} already holds {last.name}; resume it, or give another folder")
+    return run.run()
+
+
+def latest_checkpoint(out: Path) -> Path | None:
+    """The newest whole checkpoint of a run folder."""
+    return max((p for p in (out / "checkpoints").glob("step-*") if p.suffix != ".tmp"), key=_step_of, default=None)
+
+
+def _step_of(checkpoint: Path) -> int:
+    return int(checkpoint.name.removeprefix("step-"))
+
+
+def fit_log_compute(points: tuple[Point, ...]) -> dict[str, float] | None:
+    """loss = a + b * log10(flops) by least squares, with R^2; None for fewer than three points."""
+    if len(points) < 3:
+        return None
+    x, y = np.log10([p.flops for p in points]), np.array([p.loss for p in points])
+    slope, intercept = np.polyfit(x, y, 1)
+    residual, spread = np.square(y - intercept - slope * x).sum(), np.square(y - y.mean()).sum()
+    return {"a": float(intercept), "b": float(slope), "r2": float(1 - residual / spread) if spread else 1.0}
+
+
+class _Run:
+    """State of a pretraining between two steps."""
+
+    def __init__(self, config: PretrainConfig, out: Path, progress: Progress) -> None:
+        self.config, self.out, self.progress = config, out, progress
+        self.model = _starting_model(config)
+        self.forward = cast(Decoder, torch.compile(self.model, dynamic=True)) if config.compile else self.model
+        self.params: dict[str, Tensor] = dict(self.model.named_parameters())
+        self.documents = _all_documents(config, self.model)
+        self.data_hashes = {path: documents.content_hash() for path, documents in self.documents.items()}
+        self.held_out, self.held_out_hash = self._held_out_rows()
+        self.base = provenance.read(Path(config.base)) if config.base else provenance.Provenance()
+        self.start_hash = weights_hash(self.params) if config.base else ""
+        self.step, self.tokens, self.flops = 0, 0, 0.0
+        self.curve: tuple[Point, ...] = ()
+        self._enter(0, None)
+
+    # -- phases -----------------------------------------------------------------------------------------
+
+    def _enter(self, index: int, before: Optimizer | None) -> None:
+        """Begin phase `index`; the state of the optimizer `before` it is carried over when its kind stays."""
+        phase = self.config.phases[index]
+        self.index, self.phase_tokens = index, 0
+        self.optimizer = build_optimizer(self.model, phase.optim)
+        if before is not None and before.kind == self.optimizer.kind:
+            self.optimizer.load_state_dict(before.state_dict())
+        self.rows = Rows(
+            self.documents[phase.data],
+            length=phase.length,
+            row_tokens=self.config.row_tokens,
+            seed=seed_for(self.config.seed, "phase", phase.name),
+        )
+
+    def run(self) -> PretrainResult:
+        while True:
+            phase = self.config.phases[self.index]
+            while self.phase_tokens < phase.tokens and not self._spent():
+                self._train_step(phase)
+            self._evaluate(phase)
+            if self._spent() or self.index + 1 == len(self.config.phases):
+                break
+            self._enter(self.index + 1, self.optimizer)
+        folder = self.save()
+        self._write_curve()
+        weights = read_state(folder)["weights"]
+        return PretrainResult(
+            model=folder / "model", steps=self.step, tokens=self.tokens, flops=self.flops, curve=self.curve, weights=weights
+        )
+
+    def _spent(self) -> bool:
+        return bool(self.config.stop_tokens) and self.tokens >= self.config.stop_tokens
+
+    # -- one step ---------------------------------------------------------------------------------------
+
+    def _train_step(self, phase: PhaseConfig) -> None:
+        started = time.perf_counter()
+        rows = self.rows.take(phase.batch_tokens)
+        tokens = sum(len(row.ids_N) for row in rows)
+        where = f"phase {phase.name!r}, step {self.step + 1}"
+        try:
+            loss, balance, load_LE = self._gradients(rows, tokens)
+            norm = clip_gradients(self.params, phase.optim.clip_norm)
+            require_finite("the loss", loss, where)
+            require_finite("the gradient norm", norm, where)
+            lr = phase.lr * factor(phase.schedule, self.phase_tokens + tokens / 2, phase.tokens)
+            self.optimizer.step(lr)
+        finally:
+            self.optimizer.zero_grad()
+        self.step += 1
+        self.tokens += tokens
+        self.phase_tokens += tokens
+        self.flops += TRAIN_FACTOR * _forward_flops(self.model, rows)
+        line: dict[str, Any] = {"phase": phase.name, "step": self.step, "tokens": self.tokens, "phase_tokens": self.phase_tokens}
+        line |= {"phase_budget": phase.tokens, "loss": loss, "lr": lr, "grad_norm": norm, "flops": self.flops}
+        if load_LE is not None:
+            line |= {"balance": balance, "load_entropy": load_entropy(load_LE)}
+        if self.step % self.config.eval_every == 0:
+            line["held_out"] = self._evaluate(phase)
+        line["seconds"] = time.perf_counter() - started
+        self.progress(line)
+        if self.step % self.config.save_every == 0:
+            self.save()
+
+    def _gradients(self, rows: list[Batch], tokens: int) -> tuple[float, float, Tensor | None]:
+        """Backward over all rows; (cross-entropy, balance, load). One device synchronisation for the whole step."""
+        weight = self.model.config.balance_weight if self.model.config.moe else 0.0
+        device = self.config.device
+        loss_sum, balance_sum = torch.zeros((), device=device), torch.zeros((), device=device)
+        load_LE: Tensor | None = None
+        for row in rows:
+            where_M = targets(row)
+            with self._precision():
+                scores = score(self.forward, row, where_M)
+            loss, balance = ce_loss(scores, row, where_M), scores.balance * (len(row.ids_N) / tokens)
+            (loss + weight * balance if weight else loss).backward()
+            loss_sum += loss.detach()
+            balance_sum += balance.detach()
+            if scores.load_LE is not None:
+                load_LE = scores.load_LE if load_LE is None else load_LE + scores.load_LE
+        return loss_sum.item(), balance_sum.item(), load_LE
+
+    def _precision(self) -> contextlib.AbstractContextManager[Any]:
+        if self.config.precision == "float32":
+            return contextlib.nullcontext()
+        return torch.autocast(torch.device(self.config.device).type, dtype=torch.bfloat16)
+
+    # -- held-out loss ------------------------------------------------------------------------------------
+
+    def _held_out_rows(self) -> tuple[list[Batch], str]:
+        """Always the same rows, cut at the shortest phase's length, so that points of all phases compare; and the content hash."""
+        if not self.config.held_out:
+            return [], ""
+        length = min(p.length for p in self.config.phases)
+        documents = _documents(self.config.held_out, self.model, length)
+        pieces = documents.pieces(length)
+        count = int(np.searchsorted(np.cumsum(pieces[:, 2] - pieces[:, 1]), self.config.eval_tokens)) + 1
+        return rows_of(documents, pieces[:count], self.config.row_tokens), documents.content_hash()
+
+    @torch.no_grad()
+    def _evaluate(self, phase: PhaseConfig) -> float | None:
+        """Held-out loss now; adds a point to the curve unless this step already has one."""
+        if not self.held_out or not self.step:
+            return None
+        if self.curve and self.curve[-1].step == self.step:
+            return self.curve[-1].loss
+        loss = 0.0
+        for row in self.held_out:
+            where_M = targets(row)
+            with self._precision():
+                scores = score(self.forward, row, where_M)
+            loss += ce_loss(scores, row, where_M).item()
+        self.curve = (*self.curve, Point(phase=phase.name, step=self.step, tokens=self.tokens, flops=self.flops, loss=loss))
+        return loss
+
+    def _write_curve(self) -> None:
+        data = {"schema": 1, "points": [asdict(p) for p in self.curve], "fit": fit_log_compute(self.curve)}
+        (self.out / "curve.json").write_text(json.dumps(data, indent=2) + "\n")
+
+    # -- checkpoints ----------------------------------------------------------------------------------------
+
+    def _tensors(self) -> dict[str, Tensor]:
+        return {f"master.{n}": p.detach() for n, p in self.params.items()} | self.optimizer.state_dict()
+
+    def _config_hash(self) -> str:
+        """Over what decides the weights and the curve: documents and base by content, not by path. Where a run stops, how often
+        it saves, its device and its tokenizer may change at a resume."""
+        plain = resolved(self.config)
+        for name in ("stop_tokens", "save_every", "device", "tokenizer", "licence", "save_dtype", "base", "held_out"):
+            plain.pop(name)
+        for phase in plain["phases"]:
+            phase["data"] = self.data_hashes[phase["data"]]
+        return content_hash(plain, self.start_hash, self.held_out_hash)
+
+    def save(self) -> Path:
+        """Write step-N.tmp, commit it by rename, and remove old checkpoints."""
+        final = self.out / "checkpoints" / f"step-{self.step}"
+        if final.exists():
+            return final
+        partial = final.with_name(final.name + ".tmp")
+        for left_over in self.out.glob("checkpoints/*.tmp"):
+            shutil.rmtree(left_over)
+        dtype = getattr(torch, self.config.save_dtype)
+        state = {
+            "kind": "pretrain",
+            "step": self.step,
+            "tokens": self.tokens,
+            "flops": self.flops,
+            "phase": self.index,
+            "phase_tokens": self.phase_tokens,
+            "rows": self.rows.state,
+            "curve": [asdict(p) for p in self.curve],
+            "config_hash": self._config_hash(),
+            "weights": weights_hash({n: p.detach().to(dtype) for n, p in self.params.items()}),
+        }
+        tokenizer = self.config.tokenizer or self.config.base
+        save_checkpoint(partial, self.model, self._tensors(), state, tokenizer=Path(tokenizer) if tokenizer else None, dtype=dtype)
+        self._provenance().write(partial / "model")
+        partial.rename(final)
+        for old in sorted(final.parent.glob("step-*"), key=_step_of)[:-KEEP]:
+            shutil.rmtree(old)
+        return final
+
+    def _provenance(self) -> provenance.Provenance:
+        phases = self.config.phases[: self.index + 1]
+        stage = provenance.Stage(
+            kind="pretrain",
+            name=" + ".join(p.name for p in phases),
+            ours=True,
+            flops=self.flops,
+            licence=self.config.licence,
+            data=tuple(dict.fromkeys(p.data for p in phases)),
+            weights=self.start_hash,
+            detail={"steps": self.step, "tokens": self.tokens, "seed": self.config.seed},
+        )
+        return self.base.plus(stage)
+
+    def restore(self, folder: Path) -> None:
+        state = read_state(folder)
+        if state["kind"] != "pretrain":
+            raise CheckpointError(f"{folder} is a checkpoint of kind {state['kind']!r}, not of a pretraining")
+        if state["config_hash"] != self._config_hash():
+            raise CheckpointError(
+                f"{folder} was made with another config or on other documents; resume with its own, or give another folder"
+            )
+        self._enter(state["phase"], None)
+        tensors = self._tensors()
+        restore_tensors(folder, tensors, state)
+        self.optimizer.load_state_dict(tensors)
+        self.rows.restore(state["rows"])
+        self.step, self.tokens, self.flops, self.phase_tokens = (state[k] for k in ("step", "tokens", "flops", "phase_tokens"))
+        self.curve = tuple(Point(**p) for p in state["curve"])
+
+
+def _starting_model(config: PretrainConfig) -> Decoder:
+    if config.base:
+        return load_model(config.base, dtype=torch.float32, device=config.device)
+    assert config.model is not None
+    return from_config(config.model, seed=seed_for(config.seed, "init"), dtype=torch.float32, device=config.device)
+
+
+def _all_documents(config: PretrainConfig, model: Decoder) -> dict[str, Documents]:
+    """Documents of all phases by path, each path read once and checked against the longest phase that reads it."""
+    lengths: dict[str, int] = {}
+    for phase in config.phases:
+        lengths[phase.data] = max(phase.length, lengths.get(phase.data, 0))
+    return {path: _documents(path, model, length) for path, length in lengths.items()}
+
+
+def _documents(path: str, model: Decoder, length: int) -> Documents:
+    documents = Documents(path)
+    if documents.largest_id >= model.config.vocab_size:
+        raise UserError(f"{path} has the token id {documents.largest_id}, the model's vocabulary ends at {model.config.vocab_size - 1}")
+    if length > model.config.max_positions:
+        raise UserError(f"length {length} for {path} exceeds the model's max_positions = {model.config.max_positions}")
+    return documents
+
+
+def _forward_flops(model: Decoder, rows: list[Batch]) -> float:
+    count = functools.partial(forward_flops, model.config)
+    return sum(count(end - start) for row in rows for start, end in row.bounds)

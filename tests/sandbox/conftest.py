@@ -1,0 +1,156 @@
+"""Shared by the sandbox tests: one sandboxd for the session, a host per test, and the account that must balance at the end."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import textwrap
+from collections.abc import Awaitable, Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from etude.sandbox.cgroups import places
+from etude.sandbox.client import DaemonHandle, NamespaceHost, start_daemon
+from etude.sandbox.daemon import root_key
+from etude.sandbox.plain import PlainHost
+from etude.sandbox.probe import Probe, probe
+
+SHOP = {
+    "shop/__init__.py": b"",
+    "shop/stats.py": b"def mean(xs):\n    return sum(xs) / len(xs)\n\n\ndef double(x):\n    return 2 * x\n",
+    "tests/test_stats.py": (
+        b"from shop.stats import double, mean\n\n\n"
+        b"def test_mean():\n    assert mean([1, 3]) == 2\n\n\n"
+        b"def test_double():\n    assert double(2) == 4\n"
+    ),
+    "README.md": b"# shop\n",
+}
+"""The workspace most tests start from."""
+
+
+@pytest.fixture
+def shop() -> dict[str, bytes]:
+    return dict(SHOP)
+
+
+Scene = Callable[[Any], Awaitable[Any]]
+
+
+@pytest.fixture(scope="session")
+def machine() -> Probe:
+    return probe()
+
+
+@pytest.fixture(scope="session")
+def daemon(machine: Probe, tmp_path_factory: pytest.TempPathFactory) -> Iterator[DaemonHandle]:
+    """One sandboxd for all tests. When it ends, nothing of it may be left."""
+    if not machine.works:
+        pytest.skip(machine.explain())
+    mounts_before = mount_count()
+    handle = start_daemon(tmp_path_factory.mktemp("sandboxd"))
+    yield handle
+
+    async def account(host: NamespaceHost) -> dict[str, float]:
+        return await host.stats()
+
+    stats = play(handle, account)
+    handle.close()
+    assert stats["orphans"] == 0
+    assert stats["live"] == 0
+    assert leftovers(handle.root) == []
+    assert mount_count() == mounts_before
+
+
+def mount_count() -> int:
+    return len(Path("/proc/self/mounts").read_text().splitlines())
+
+
+def leftovers(root: Path) -> list[str]:
+    """Control groups and processes of the sandboxd of `root`, and sandbox processes anywhere."""
+    key = root_key(root)
+    found = [str(place / f"etude-{key}") for _, _, place in places() if (place / f"etude-{key}").exists()]
+    return found + [line for line in processes() if str(root) in line]
+
+
+def processes() -> list[str]:
+    """`pid command line` of every process this user can see."""
+    lines = []
+    for name in os.listdir("/proc"):
+        if name.isdigit():
+            try:
+                command = Path(f"/proc/{name}/cmdline").read_bytes().replace(b"\0", b" ").decode("utf-8", "replace")
+            except OSError:
+                continue
+            lines.append(f"{name} {command}")
+    return lines
+
+
+def play(handle: DaemonHandle, scene: Scene) -> Any:
+    """Run an async scene against a host on `handle`'s sandboxd."""
+
+    async def main() -> Any:
+        host = NamespaceHost(handle, own_daemon=False)
+        try:
+            return await asyncio.wait_for(scene(host), 120)
+        finally:
+            await host.close()
+
+    return asyncio.run(main())
+
+
+@pytest.fixture
+def on_namespace(daemon: DaemonHandle) -> Callable[[Scene], Any]:
+    return lambda scene: play(daemon, scene)
+
+
+@pytest.fixture(params=["namespace", "plain"])
+def on(request: pytest.FixtureRequest) -> Callable[[Scene], Any]:
+    """The contract: the same scene over every backend. `on.backend` names it for declared differences."""
+
+    def plain(scene: Scene) -> Any:
+        async def main() -> Any:
+            host = PlainHost(unsafe=True)
+            try:
+                return await asyncio.wait_for(scene(host), 120)
+            finally:
+                await host.close()
+
+        return asyncio.run(main())
+
+    if request.param == "plain":
+        chosen = plain
+    else:
+        handle = request.getfixturevalue("daemon")
+        chosen = lambda scene: play(handle, scene)  # noqa: E731
+    chosen.backend = request.param  # type: ignore[attr-defined]
+    return chosen
+
+
+@pytest.fixture
+def shell(on_namespace: Callable[[Scene], Any]) -> Callable[..., dict[str, Any]]:
+    """One command in a fresh sandbox: shell("id") -> the answer of `exec`."""
+
+    def run(command: str, *, files: dict[str, bytes] | None = None, timeout_s: float = 20.0, **create: Any) -> dict[str, Any]:
+        async def scene(host: NamespaceHost) -> dict[str, Any]:
+            sandbox = await host.create(await host.add_image(files or SHOP), **create)
+            answer = await sandbox.call("exec", {"command": command}, timeout_s=timeout_s)
+            assert (await sandbox.call("read", {"path": "README.md"})).get("text") is not None or files
+            await sandbox.destroy()
+            return answer
+
+        return on_namespace(scene)
+
+    return run
+
+
+@pytest.fixture
+def python(shell: Callable[..., dict[str, Any]]) -> Callable[..., dict[str, Any]]:
+    """One Python program in a fresh sandbox."""
+
+    def run(program: str, **options: Any) -> dict[str, Any]:
+        files = {"README.md": b"", "program.py": textwrap.dedent(program).encode()}
+        return shell("python program.py", files=files, **options)
+
+    return run
