@@ -53,6 +53,8 @@ class ToyDecoder(nn.Module):
         self.calls.append(len(ids_N))
         if self.fail_at is not None and len(self.calls) >= self.fail_at:
             raise RuntimeError("out of memory")
+        beyond_SB = torch.arange(plan.tables_SB.shape[1]) * cache.block_size >= torch.tensor(plan.lengths_S)[:, None]
+        assert (plan.tables_SB[beyond_SB] == 0).all(), "a table is padded with blocks of somebody else"
         hash_N = (ids_N * 97 + plan.positions_N * 31 + int(self.salt.item()) * 1009 + 5) % 4093
         k_NHD = torch.stack([hash_N, plan.positions_N], 1)[:, None].to(self.salt.dtype)
         for layer in range(self.config.layers):

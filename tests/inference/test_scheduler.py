@@ -252,8 +252,8 @@ def test_an_old_version_is_never_found_again_even_after_coming_back():
 
 
 def test_an_admission_leaves_the_running_ones_the_blocks_they_are_about_to_need():
-    sched = scheduler(num_blocks=6, token_budget=64)
-    sched.add(sequence("running", [1] * 8, 4))
+    sched = scheduler(num_blocks=7, token_budget=64)
+    sched.add(sequence("running", [1] * 8, 8))
     advance(sched, sched.schedule())
     sched.add(sequence("next", [2] * 12, 1))
     assert [s.id for s in drain(sched)] == ["running", "next"]

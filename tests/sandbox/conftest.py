@@ -43,13 +43,10 @@ def machine() -> Probe:
     return probe()
 
 
-@pytest.fixture(scope="session")
-def daemon(machine: Probe, tmp_path_factory: pytest.TempPathFactory) -> Iterator[DaemonHandle]:
-    """One sandboxd for all tests. When it ends, nothing of it may be left."""
-    if not machine.works:
-        pytest.skip(machine.explain())
+def audited(root: Path, **settings: Any) -> Iterator[DaemonHandle]:
+    """A sandboxd of which nothing may be left when it ends."""
     mounts_before = mount_count()
-    handle = start_daemon(tmp_path_factory.mktemp("sandboxd"))
+    handle = start_daemon(root, **settings)
     yield handle
 
     async def account(host: NamespaceHost) -> dict[str, float]:
@@ -59,8 +56,25 @@ def daemon(machine: Probe, tmp_path_factory: pytest.TempPathFactory) -> Iterator
     handle.close()
     assert stats["orphans"] == 0
     assert stats["live"] == 0
+    assert stats["errors"] == 0, (handle.root / "daemon.log").read_text()
     assert leftovers(handle.root) == []
     assert mount_count() == mounts_before
+
+
+@pytest.fixture(scope="session")
+def daemon(machine: Probe, tmp_path_factory: pytest.TempPathFactory) -> Iterator[DaemonHandle]:
+    """One sandboxd for all tests."""
+    if not machine.works:
+        pytest.skip(machine.explain())
+    yield from audited(tmp_path_factory.mktemp("sandboxd"))
+
+
+@pytest.fixture(scope="session")
+def frugal_daemon(machine: Probe, tmp_path_factory: pytest.TempPathFactory) -> Iterator[DaemonHandle]:
+    """One that does without overlay and control groups, as on an older kernel and without privileges."""
+    if not machine.works:
+        pytest.skip(machine.explain())
+    yield from audited(tmp_path_factory.mktemp("frugal"), options=["--no-overlay", "--no-cgroups"])
 
 
 def mount_count() -> int:
@@ -101,11 +115,16 @@ def play(handle: DaemonHandle, scene: Scene) -> Any:
 
 
 @pytest.fixture
+def on_frugal(frugal_daemon: DaemonHandle) -> Callable[[Scene], Any]:
+    return lambda scene: play(frugal_daemon, scene)
+
+
+@pytest.fixture
 def on_namespace(daemon: DaemonHandle) -> Callable[[Scene], Any]:
     return lambda scene: play(daemon, scene)
 
 
-@pytest.fixture(params=["namespace", "plain"])
+@pytest.fixture(params=["namespace", "frugal", "plain"])
 def on(request: pytest.FixtureRequest) -> Callable[[Scene], Any]:
     """The contract: the same scene over every backend. `on.backend` names it for declared differences."""
 
@@ -122,9 +141,9 @@ def on(request: pytest.FixtureRequest) -> Callable[[Scene], Any]:
     if request.param == "plain":
         chosen = plain
     else:
-        handle = request.getfixturevalue("daemon")
+        handle = request.getfixturevalue("daemon" if request.param == "namespace" else "frugal_daemon")
         chosen = lambda scene: play(handle, scene)  # noqa: E731
-    chosen.backend = request.param  # type: ignore[attr-defined]
+    chosen.backend = "plain" if request.param == "plain" else "namespace"  # type: ignore[attr-defined]
     return chosen
 
 

@@ -124,7 +124,7 @@ def test_commands(on, shop) -> None:
         hung = await sandbox.exec(["sleep", "60"], timeout_s=0.3)
         assert (hung.timed_out, hung.limit, hung.code) == (True, "wall", -9)
         answer = await sandbox.call("exec", {"command": "printf 'a\\xffb' | tr a-z A-Z; false"})
-        assert (answer["code"], answer["output"]) == (1, "A�B")
+        assert (answer["code"], answer["output"]) == (1, "A\ufffdB")
         assert (await sandbox.call("exec", {"argv": ["echo", "$HOME"]}))["output"] == "$HOME\n"
         assert (await sandbox.call("exec", {}))["error"] == "bad_arguments"
         assert (await sandbox.call("exec", {"command": "true", "timeout_s": "soon"}))["error"] == "bad_arguments"
@@ -338,8 +338,8 @@ def test_a_lease_runs_out(on, shop) -> None:
         sandbox = await host.create(await host.add_image(shop), ttl_s=0.8)
         with pytest.raises(SandboxError, match="lease ran out"):
             await sandbox.exec(["sleep", "30"])
-        stats = await host.stats()
-        assert stats["live"] == 0
+        while (stats := await host.stats())["live"]:
+            await asyncio.sleep(0.01)
         assert stats["expired"] >= 1
 
     on(scene)

@@ -51,6 +51,26 @@ def test_a_memory_hog_is_killed_and_the_sandbox_lives(on_namespace, shop) -> Non
     on_namespace(scene)
 
 
+def test_without_control_groups_memory_is_polled_and_processes_are_counted(on_frugal, shop) -> None:
+    async def scene(host) -> None:
+        sandbox = await host.create(await host.add_image(shop), limits=SMALL)
+        limits = (await sandbox.info()).boundary.limits
+        assert limits["memory"].startswith("polling")
+        assert "cgroup" not in limits["pids"]
+        slow_hog = "import time\nx = []\nwhile True: x.append(bytearray(b'1') * (4 * 2**20)); time.sleep(0.005)\n"
+        assert (await sandbox.exec(["python", "-c", slow_hog], timeout_s=60)).limit == "memory"
+        greedy = "try: x = bytearray(8 * 2**30)\nexcept MemoryError: print('refused')\n"
+        assert (await sandbox.exec(["python", "-c", greedy])).output == b"refused\n"
+        forks = "import os, time\nn = 0\ntry:\n    while n < 200:\n        if os.fork() == 0: time.sleep(60); os._exit(0)\n        n += 1\nfinally: print(n, flush=True)\n"
+        result = await sandbox.exec(["python", "-c", forks])
+        assert int(result.output.split()[0]) <= 24
+        assert (await sandbox.exec(["echo", "alive"])).output == b"alive\n"
+        full = await sandbox.exec(["sh", "-c", "head -c 12000000 /dev/zero > /tmp/fill"])
+        assert full.code != 0
+
+    on_frugal(scene)
+
+
 def test_a_full_disk_is_the_sandboxs_own(on_namespace, shop) -> None:
     async def scene(host) -> None:
         image = await host.add_image(shop)

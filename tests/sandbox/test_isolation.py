@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import ast
+import asyncio
 import http.server
 import os
 import socket
+import sys
 import threading
 from pathlib import Path
 
 import pytest
 
 from etude.errors import SandboxError
+from etude.sandbox.client import NamespaceHost, start_daemon
 
 
 def test_nothing_of_the_host_can_be_read(shell, tmp_path: Path) -> None:
@@ -21,12 +25,56 @@ def test_nothing_of_the_host_can_be_read(shell, tmp_path: Path) -> None:
     assert "host secret" not in answer["output"]
     assert "/etc/passwd" in answer["output"]
     listing = answer["output"].split("No such file or directory")[-1].split()
-    assert set(listing) - {"lib32", "lib64", "libx32"} == {
-        *("/etc/passwd", "bin", "dev", "etc", "lib", "mnt", "opt", "proc", "repo", "sbin", "tmp", "usr", "var")
-    } - {"/etc/passwd"}
+    assert set(listing) - {"lib32", "lib64", "libx32"} == set("bin dev etc lib mnt opt proc repo sbin tmp usr var".split())
     passwd = shell("cat /etc/passwd; ls /mnt/layers /mnt/scratch; cat /proc/1/environ; ls -l /proc/1/root /proc/1/fd")["output"]
     assert "agent:x:1000" in passwd
     assert passwd.count("Permission denied") >= 3
+
+
+def test_only_chosen_packages_are_visible(python, own_packages) -> None:
+    program = """
+        import importlib.metadata, sys
+        print(sorted({d.metadata["Name"].lower() for d in importlib.metadata.distributions()}))
+        for name in ("numpy", "torch", "etude", "pip"):
+            try: __import__(name); print("SEEN", name)
+            except ImportError: pass
+        print(sys.executable, sys.version_info[:2])
+    """
+    names, place = python(program)["output"].splitlines()
+    assert {"pytest", "pluggy", "iniconfig", "packaging", "pygments"} <= set(ast.literal_eval(names))
+    assert len(ast.literal_eval(names)) <= 8
+    assert place == f"/opt/venv/bin/python {sys.version_info[:2]}"
+
+    async def scene(host) -> None:
+        sandbox = await host.create(await host.add_image({"a": b""}))
+        look = "import hypothesis, sys; print(hypothesis.__file__)"
+        assert b"/opt/venv" in (await sandbox.exec(["python", "-c", look])).output
+        assert (await sandbox.exec(["python", "-c", "import numpy"])).code == 1
+
+    own_packages(scene)
+
+
+@pytest.fixture
+def own_packages(machine, tmp_path: Path):
+    """Scenes on a sandboxd whose sandboxes see one package more."""
+
+    def run(scene) -> None:
+        handle = start_daemon(tmp_path / "packages", warm=0, packages=["pytest", "hypothesis"])
+
+        async def main() -> None:
+            await scene(NamespaceHost(handle, own_daemon=False))
+
+        try:
+            asyncio.run(main())
+        finally:
+            handle.close()
+
+    return run
+
+
+def test_a_package_that_is_not_installed_is_named(machine, tmp_path: Path) -> None:
+    with pytest.raises(SandboxError, match="no-such-package is not installed"):
+        start_daemon(tmp_path / "root", packages=["no-such-package"])
 
 
 def test_nothing_outside_the_workspace_can_be_written(shell) -> None:

@@ -27,7 +27,8 @@ def test_imports_stay_small() -> None:
     assert not daemon & {"torch", "ray", "numpy", "asyncio", "pytest", "etude.records", "etude.protocols"}
     assert {name for name in daemon if name.startswith("etude")} <= {
         "etude",
-        *(f"etude.{name}" for name in ("sandbox", "sandbox.base", "sandbox.cgroups", "sandbox.daemon", "sandbox.linux", "sandbox.probe")),
+        "etude.sandbox",
+        *(f"etude.sandbox.{name}" for name in ("base", "cgroups", "daemon", "interpreter", "linux", "probe")),
     }
 
 

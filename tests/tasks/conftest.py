@@ -95,9 +95,7 @@ class ColdSandbox:
         }
         command = [sys.executable, "-m", "pytest", "-p", "cold_report", *arguments["args"]]
         try:
-            done = subprocess.run(
-                command, cwd=self.root, env=environment, capture_output=True, timeout=arguments["timeout_s"], check=False
-            )
+            done = subprocess.run(command, cwd=self.root, env=environment, capture_output=True, timeout=arguments["timeout_s"], check=False)
         except subprocess.TimeoutExpired:
             return {"code": -9, "output": "", "timed_out": True, "tests": [], "complete": False}
         tests = json.loads(report.read_text()) if report.exists() else []

@@ -36,8 +36,14 @@ BODIES = {
         "def f(\n    x: dict = {1: 2},\n    g=lambda a: a,\n) -> int:\n    return x\n",
         "def f(\n    x: dict = {1: 2},\n    g=lambda a: a,\n) -> int:\n    raise NotImplementedError\n",
     ),
-    "comment below": ("def f():\n    return 1\n    # the end\n\n\n# next\nz = 2\n", "def f():\n    raise NotImplementedError\n\n\n# next\nz = 2\n"),
-    "two-line docstring": ('def f():\n    """A\n    b."""\n    return 1\n', 'def f():\n    """A\n    b."""\n    raise NotImplementedError\n'),
+    "comment below": (
+        "def f():\n    return 1\n    # the end\n\n\n# next\nz = 2\n",
+        "def f():\n    raise NotImplementedError\n\n\n# next\nz = 2\n",
+    ),
+    "two-line docstring": (
+        'def f():\n    """A\n    b."""\n    return 1\n',
+        'def f():\n    """A\n    b."""\n    raise NotImplementedError\n',
+    ),
     "no final newline": ("def f():\n    return 1", "def f():\n    raise NotImplementedError\n"),
     "decorated": ("@cache\ndef f():\n    return 1\n", "@cache\ndef f():\n    raise NotImplementedError\n"),
     "async": ("async def f():\n    return 1\n", "async def f():\n    raise NotImplementedError\n"),
@@ -110,7 +116,7 @@ def test_unknown_names_are_told_with_the_nearest():
         one("def mean():\n    return 1\n", "maen")
     with pytest.raises(TaskError, match="no class 'B'"):
         one("class A:\n    pass\n", "B.f")
-    with pytest.raises(TaskError, match="no file 'x.py'"):
+    with pytest.raises(TaskError, match=r"no file 'x\.py'"):
         delete({"m.py": ""}, "x.py", "f")
 
 
@@ -128,7 +134,9 @@ def test_every_function_of_many_packages_can_be_cut_and_restored():
                 assert {**cut.files, **cut.restoring} == package.files
                 assert "\n\n\n\n" not in cut.files[kata.path]
                 if level == "body":
-                    stub = package.files[kata.path].replace(kata.source, kata.with_body(" " * (8 if kata.is_method else 4) + "raise NotImplementedError"))
+                    stub = package.files[kata.path].replace(
+                        kata.source, kata.with_body(" " * (8 if kata.is_method else 4) + "raise NotImplementedError")
+                    )
                     assert cut.files[kata.path] == stub
 
 

@@ -167,7 +167,9 @@ def test_discarded_paths(path, reason):
 
 
 def test_links_and_large_files_are_refused():
-    allowed = allowed_changes(TASK, [Change(path="a", data=b"/etc/passwd", mode=stat.S_IFLNK | 0o777), Change(path="b", data=b"x" * (9 << 20))])
+    allowed = allowed_changes(
+        TASK, [Change(path="a", data=b"/etc/passwd", mode=stat.S_IFLNK | 0o777), Change(path="b", data=b"x" * (9 << 20))]
+    )
     assert allowed.discarded == {Discard.LINK: ("a",), Discard.TOO_LARGE: ("b",)}
 
 

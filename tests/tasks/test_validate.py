@@ -7,7 +7,8 @@ import pytest
 from etude.errors import TaskError
 from etude.tasks.deletion import delete
 from etude.tasks.katas import make_package
-from etude.tasks.validate import Bench, Candidate, Funnel, Reject, validate_package
+from etude.tasks.source import kata_of, make_task
+from etude.tasks.validate import Bench, Candidate, Funnel, Reject, validate_package, validate_task, validate_tasks
 
 
 def candidate(files, name="mean", **more):
@@ -147,3 +148,35 @@ def test_a_bench_sees_every_edit_even_of_the_same_size(host, run, shop):
         return out
 
     assert run(flip()) == [True, False, True, False, False]
+
+
+# --- stored tasks
+
+
+def test_katas_as_stored_tasks_pass_and_a_second_copy_is_a_duplicate(host, run):
+    tasks = [make_task(2), make_task(3, "unseen"), make_task(4, level="definition"), make_task(2)]
+    funnel = run(validate_tasks(tasks, host))
+    assert funnel.as_dict() == {"accepted": 3, "duplicate": 1}
+
+
+def test_bad_stored_tasks_are_rejected_with_their_reason(host, run):
+    task = make_task(2)
+    path, text = task.solution[0]
+    grader = task.grader
+    bad = {
+        Reject.LEAK: task.replace(files=(*task.files, ("notes.md", text))),
+        Reject.TARGETS_PASS: task.replace(grader=grader.replace(fail_to_pass=(*grader.fail_to_pass, grader.pass_to_pass[0]))),
+        Reject.OTHERS_FAIL: task.replace(grader=grader.replace(pass_to_pass=(*grader.pass_to_pass, "tests/test_none.py::test_a"))),
+        Reject.RESTORE_FAILS: task.replace(solution=()),
+        Reject.UNPARSABLE: task.replace(solution=((path, "def broken(:\n"),)),
+    }
+    for reason, case in bad.items():
+        assert run(validate_task(case, host)).reject is reason
+
+
+def test_a_solution_that_does_not_pass_is_rejected(host, run):
+    task = make_task(2)
+    package, kata = kata_of(task)
+    wrong = package.files[kata.path].replace(kata.source, kata.with_body(kata.wrong_bodies[0]))
+    found = run(validate_task(task.replace(solution=((kata.path, wrong),)), host))
+    assert found.reject is Reject.RESTORE_FAILS

@@ -34,13 +34,15 @@ from etude.text.tokenizer import Tokenizer, load_tokenizer, train_tokenizer
 @config
 class CorpusConfig:
     seed: int = 0
-    tasks: int = 6000
+    tasks: int = 1750
     """Distinct katas the experts play."""
     traces_per_task: int = 8
     part_tasks: int = 250
     """Katas in one part; the grain of resuming."""
-    packages: int = 8000
-    """Packages whose modules and tests are read as plain code."""
+    packages: int = 6000
+    """Packages whose modules are read as plain code."""
+    test_share: float = 0.25
+    """Share of their test files that is read too."""
     vocab_size: int = 1024
     heldout_tasks: int = 100
     """Katas whose traces are never trained on, for the held-out loss."""
@@ -159,6 +161,8 @@ def code_texts(config: CorpusConfig, numbers: range) -> Iterable[str]:
         rng = random.Random(seed_for("corpus-code", config.seed, number))
         package = make_package(seed_for("corpus-package", config.seed, number), sorted(FAMILIES), split="pretrain")
         for path, text in package.files.items():
+            if path.startswith("tests/") and rng.random() >= config.test_share:
+                continue
             if path.endswith(".py") and not path.endswith("__init__.py"):
                 for kata in package.functions:
                     if kata.path == path and rng.random() < config.expert.wrong_first / 2:

@@ -24,7 +24,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from etude.model.config import ModelConfig
-from etude.model.linear import MLP, ROWS, Linear, round_up, sigmoid_column
+from etude.model.linear import MLP, ROWS, Linear, matmul, round_up, sigmoid_column
 
 BATCHED_WASTE = 2.0
 """Padded rows per real row up to which one batched matmul is faster than a loop over experts."""
@@ -105,8 +105,9 @@ class Dispatch:
 class Experts(nn.Module):
     """The gated feed-forward parts of all experts, one tensor per projection."""
 
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(self, config: ModelConfig, *, invariant: bool) -> None:
         super().__init__()
+        self.invariant = invariant
         wide = (config.experts, config.expert_intermediate, config.hidden)
         self.gate_proj = nn.Parameter(torch.empty(wide))
         self.up_proj = nn.Parameter(torch.empty(wide))
@@ -129,7 +130,11 @@ class Experts(nn.Module):
     def _looped(self, buffer: Tensor, sizes: list[int]) -> Tensor:
         # unbind: its backward is one stack, where indexing expert by expert would fill a whole zero gradient each time
         weights = zip(buffer.split(sizes), self.gate_proj.unbind(), self.up_proj.unbind(), self.down_proj.unbind(), strict=True)
-        return torch.cat([F.linear(F.silu(F.linear(x, gate)) * F.linear(x, up), down) for x, gate, up, down in weights if len(x)])
+        return torch.cat([self._one(*expert) for expert in weights if len(expert[0])])
+
+    def _one(self, x_CI: Tensor, gate: Tensor, up: Tensor, down: Tensor) -> Tensor:
+        inner = F.silu(matmul(x_CI, gate, invariant=self.invariant)) * matmul(x_CI, up, invariant=self.invariant)
+        return matmul(inner, down, invariant=self.invariant)
 
 
 class MoE(nn.Module):
@@ -138,9 +143,9 @@ class MoE(nn.Module):
     def __init__(self, config: ModelConfig, *, invariant: bool) -> None:
         super().__init__()
         self.gate = Router(config)
-        self.experts = Experts(config)
-        self.shared_expert = MLP(config.hidden, config.shared_intermediate)
-        self.shared_expert_gate = Linear(config.hidden, 1)
+        self.experts = Experts(config, invariant=invariant)
+        self.shared_expert = MLP(config.hidden, config.shared_intermediate, invariant=invariant)
+        self.shared_expert_gate = Linear(config.hidden, 1, invariant=invariant)
         self.count = config.experts
         self.invariant = invariant
 

@@ -20,14 +20,13 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from etude.errors import UserError
 from etude.model.attention import Attention, Layout
 from etude.model.cache import PagedCache, Plan
 from etude.model.config import ModelConfig, Numerics
-from etude.model.linear import MLP, ROWS, Linear, RMSNorm, pad_rows, round_up
+from etude.model.linear import MLP, ROWS, Linear, RMSNorm, matmul, pad_rows, round_up
 from etude.model.moe import MoE, Routing, balance
 from etude.model.rope import Rope, Turn
 from etude.records import seed_for
@@ -55,7 +54,7 @@ class Block(nn.Module):
         self.input_layernorm = RMSNorm(config.hidden, config.norm_eps)
         self.self_attn = Attention(config, layer, invariant=invariant)
         self.post_attention_layernorm = RMSNorm(config.hidden, config.norm_eps)
-        self.mlp = MoE(config, invariant=invariant) if config.moe else MLP(config.hidden, config.intermediate)
+        self.mlp = MoE(config, invariant=invariant) if config.moe else MLP(config.hidden, config.intermediate, invariant=invariant)
 
     def forward(
         self, x_NI: Tensor, turn: Turn, plan: Plan, layout: Layout, cache: PagedCache, replay_NK: Tensor | None
@@ -80,7 +79,7 @@ class Decoder(nn.Module):
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden, _weight=torch.empty(config.vocab_size, config.hidden))
         self.layers = nn.ModuleList(Block(config, layer, invariant=invariant) for layer in range(config.layers))
         self.norm = RMSNorm(config.hidden, config.norm_eps)
-        self.lm_head = None if config.tie_embeddings else Linear(config.hidden, config.vocab_size)
+        self.lm_head = None if config.tie_embeddings else Linear(config.hidden, config.vocab_size, invariant=invariant)
         self._rope = Rope(config.head_dim, config.rope_theta)
         if not self.norm.weight.is_meta:
             self.init_weights(0)
@@ -114,10 +113,9 @@ class Decoder(nn.Module):
     def logits(self, hidden_MD: Tensor) -> Tensor:
         """float32 [M, V]."""
         weight = self.embed_tokens.weight if self.lm_head is None else self.lm_head.weight
-        if self.numerics != "invariant":
-            return F.linear(hidden_MD, weight).float()
-        m = hidden_MD.shape[0]
-        return F.linear(pad_rows(hidden_MD, round_up(m, ROWS)), weight)[:m].float()
+        m, invariant = hidden_MD.shape[0], self.numerics == "invariant"
+        rows = round_up(m, ROWS) if invariant else m
+        return matmul(pad_rows(hidden_MD, rows), weight, invariant=invariant)[:m].float()
 
     def _check(self, ids_N: Tensor, plan: Plan) -> None:
         assert ids_N.shape == plan.positions_N.shape, "one id per planned token"

@@ -11,6 +11,7 @@ Invariants:
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Iterable
 
@@ -57,8 +58,8 @@ class RewardConfig:
     turns: float = live(20.0)
 
     def __post_init__(self) -> None:
-        for name in self.__slots__:
-            value = getattr(self, name)
+        for field in dataclasses.fields(self):
+            name, value = field.name, getattr(self, field.name)
             if not math.isfinite(value) or value < 0:
                 raise ConfigError(f"rewards.{name} is {value!r}; it should be zero or a positive number")
 
@@ -166,4 +167,3 @@ def tool_mix_entropy(names: Iterable[str]) -> float:
         counts[name] = counts.get(name, 0) + 1
     total = sum(counts.values())
     return -sum(n / total * math.log2(n / total) for n in counts.values()) if total else 0.0
-

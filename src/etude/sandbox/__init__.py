@@ -12,6 +12,7 @@ Parts, from the outside in:
     client.py      asyncio side: SandboxHost and Sandbox over the daemon's socket
     images.py      content-addressed layers on disk, snapshots as chains of them, diffs read from the host
     daemon.py      sandboxd: leases, cgroups, clean-up; single-threaded, standard library only
+    base.py, interpreter.py   the file system and the Python that sandboxes see
     zygote.py      the fork server inside the base file system, and how a fork of it becomes a sandbox
     toolserver.py  process 1 of a sandbox: file operations, commands, jobs, warm pytest runs
     linux.py       the system calls, through ctypes        probe.py   what this machine can enforce

@@ -1,28 +1,25 @@
 """The base file system of all sandboxes, and how the zygote is started in it. Runs in sandboxd; standard library only.
 
-What is visible inside, read-only: the host's /usr (and /bin, /lib ... as links into it), this interpreter's
-installation as /opt/python and the folder that holds pytest as /opt/venv/lib/pythonX.Y/site-packages (all of it, so
-also what else is installed there), an /etc of six small files, five devices. Nothing else of the host: no home, no
-/work, no /etc, no /sys, no /run. Paths are the same on every machine, so that what a policy sees does not depend on it.
+What is visible inside, read-only: the host's /usr without its Python packages (and /bin, /lib ... as links into it),
+this interpreter's installation as /opt/python (or where it is, when that is below /usr), the packages that
+interpreter.py chose as /opt/venv, an /etc of six small files, five devices. Nothing else of the host: no home, no /etc,
+no /sys, no /run. Names of host folders can still be read in /proc/self/mountinfo; their contents cannot.
 """
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 import signal
 import socket
-import sys
-import sysconfig
-from dataclasses import dataclass
+from collections.abc import Callable
 from pathlib import Path
 
 from etude.sandbox import linux
+from etude.sandbox.interpreter import PYTHON, VENV, Interpreter
 
 SANDBOX_UID = 61000
 """Whom sandboxes run as when sandboxd is root: nobody else's number."""
-PYTHON, VENV = "/opt/python", "/opt/venv"
 DEVICES = ("null", "zero", "full", "random", "urandom")
 ETC = {
     "passwd": "root:x:0:0:root:/:/bin/false\nagent:x:1000:1000:agent:/tmp:/bin/bash\nnobody:x:65534:65534:nobody:/:/bin/false\n",
@@ -49,75 +46,16 @@ module.main(control)
 """
 
 
-@dataclass(frozen=True, kw_only=True)
-class Interpreter:
-    """Where this Python lives, outside and inside."""
-
-    base: str
-    """Installation prefix on the host."""
-    inside: str
-    """The same, in a sandbox."""
-    program: str
-    """The interpreter in a sandbox, below `inside`."""
-    site: str
-    """Folder on the host that holds pytest; "" when it lies inside of the installation."""
-    library_path: str
-    version: str
-
-    @classmethod
-    def current(cls) -> Interpreter:
-        base = os.path.realpath(sys.base_prefix)
-        in_place = base == "/usr" or base.startswith("/usr/")
-        inside = base if in_place else PYTHON
-        version = f"{sys.version_info.major}.{sys.version_info.minor}"
-        program = os.path.relpath(os.path.realpath(sys._base_executable), base)  # type: ignore[attr-defined]
-        spec = importlib.util.find_spec("pytest")
-        if spec is None or spec.origin is None:
-            raise OSError(f"pytest is not installed for {sys.executable}; sandboxes run tests with it: pip install pytest")
-        site = os.path.realpath(Path(spec.origin).parent.parent)
-        shared = bool(sysconfig.get_config_var("Py_ENABLE_SHARED")) and not in_place
-        return cls(
-            base=base,
-            inside=inside,
-            program=f"{inside}/{program}",
-            site="" if site.startswith(base + os.sep) else site,
-            library_path=f"{inside}/lib" if shared else "",
-            version=version,
-        )
-
-    def environment(self) -> dict[str, str]:
-        """What every process of a sandbox starts with."""
-        variables = {
-            "PATH": f"{VENV}/bin:/usr/local/bin:/usr/bin:/bin",
-            "HOME": "/tmp",
-            "TMPDIR": "/tmp",
-            "USER": "agent",
-            "LANG": "C.UTF-8",
-            "TZ": "UTC",
-            "TERM": "dumb",
-            "COLUMNS": "80",
-            "PYTHONDONTWRITEBYTECODE": "1",
-            "PYTHONHASHSEED": "0",
-            "PYTHONNOUSERSITE": "1",
-            "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1",
-            "PYTEST_ADDOPTS": "-p no:cacheprovider",
-        }
-        if self.library_path:
-            variables["LD_LIBRARY_PATH"] = self.library_path
-        return variables
-
-
 def sandbox_owner() -> tuple[int, int]:
     """User and group on the host that own the files of sandboxes."""
     return (SANDBOX_UID, SANDBOX_UID) if os.geteuid() == 0 else (os.geteuid(), os.getegid())
 
 
-def start_zygote(root: Path) -> tuple[int, socket.socket]:
+def start_zygote(root: Path, interpreter: Interpreter) -> tuple[int, socket.socket]:
     """Fork the zygote. Returns the process to wait for and its socket, on which it will say ready or failed.
 
     Called while single-threaded. The process returned stays outside of the zygote's pid namespace and ends with it.
     """
-    interpreter = Interpreter.current()
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     sources = _sources()
     pid = os.fork()
@@ -185,8 +123,7 @@ def _outside(interpreter: Interpreter, root: Path) -> dict[str, str]:
     wanted = {"layers": str(root / "layers"), "usr": "/usr"}
     if interpreter.inside == PYTHON:
         wanted["python"] = interpreter.base
-    if interpreter.site:
-        wanted["site"] = interpreter.site
+    wanted |= {f"packages{i}": folder for i, folder in enumerate(dict.fromkeys(folder for folder, _ in interpreter.packages))}
     if os.path.isdir("/etc/alternatives"):
         wanted["alternatives"] = "/etc/alternatives"
     for name in ("bin", "sbin", "lib", "lib32", "lib64", "libx32"):
@@ -216,7 +153,7 @@ def build(interpreter: Interpreter, paths: dict[str, str], new: str) -> None:
     links = {name: os.readlink(f"/{name}") for name in ("bin", "sbin", "lib", "lib32", "lib64", "libx32") if os.path.islink(f"/{name}")}
     linker_cache = Path("/etc/ld.so.cache").read_bytes() if os.path.exists("/etc/ld.so.cache") else b""
     held = {name: os.open(path, os.O_PATH) for name, path in paths.items()}  # `new` may cover them
-    linux.mount("base", new, "tmpfs", linux.MS_NOSUID, "size=8m,mode=755")
+    linux.mount("base", new, "tmpfs", linux.MS_NOSUID, "size=256m,mode=755")
     for folder in ("usr", "etc", "dev/shm", "proc", "tmp", "repo", "var", "opt", "mnt/layers", "mnt/scratch"):
         os.makedirs(f"{new}/{folder}")
     os.symlink("/tmp", f"{new}/var/tmp")
@@ -244,25 +181,23 @@ def build(interpreter: Interpreter, paths: dict[str, str], new: str) -> None:
         os.symlink(target, f"{new}/dev/{name}")
     if "python" in paths:
         bind("python", PYTHON)
-    _make_venv(new, interpreter, bind if interpreter.site else None)
+    _make_python(interpreter, paths, held, new, bind)
     linux.mount("proc", f"{new}/proc", "proc", linux.MS_NOSUID | linux.MS_NODEV | linux.MS_NOEXEC)
     linux.pivot_root(new)
     linux.seal("/")
     linux.mount("warm", "/tmp", "tmpfs", linux.MS_NOSUID | linux.MS_NODEV, "size=4m,mode=700")  # for the zygote's warm-up run
 
 
-def _make_venv(new: str, interpreter: Interpreter, bind) -> None:
-    """A virtual environment at /opt/venv whose packages are those of the host's."""
-    folder = f"{new}{VENV}"
-    os.makedirs(f"{folder}/bin")
-    inherit = "false" if bind else "true"
-    config = f"home = {os.path.dirname(interpreter.program)}\ninclude-system-site-packages = {inherit}\nversion = {interpreter.version}\n"
-    Path(f"{folder}/pyvenv.cfg").write_text(config)
-    for name in ("python", "python3", f"python{interpreter.version}"):
-        os.symlink(interpreter.program, f"{folder}/bin/{name}")
-    for name in ("pytest", "py.test"):
-        script = Path(f"{folder}/bin/{name}")
-        script.write_text(f"#!{VENV}/bin/python\nimport sys\nimport pytest\nsys.exit(pytest.main())\n")
-        script.chmod(0o755)
-    if bind:
-        bind("site", f"{VENV}/lib/python{interpreter.version}/site-packages")
+def _make_python(interpreter: Interpreter, paths: dict[str, str], held: dict[str, int], new: str, bind: Callable[[str, str], None]) -> None:
+    """/opt/venv with its packages, and covers over the package folders that are visible otherwise."""
+    interpreter.make_venv(new)
+    for folder in interpreter.covered:
+        linux.mount("none", new + folder, "tmpfs", linux.MS_NOSUID | linux.MS_NODEV, "size=4k,mode=755")
+    if interpreter.packages[0][1] == "":
+        bind("packages0", interpreter.site)
+        return
+    names = [name for name in paths if name.startswith("packages")]
+    folders = dict.fromkeys(folder for folder, _ in interpreter.packages)
+    interpreter.copy_packages(
+        {folder: f"/proc/self/fd/{held[name]}" for folder, name in zip(folders, names, strict=True)}, new + interpreter.site
+    )

@@ -36,12 +36,12 @@ class Group:
 class Cgroups:
     """Makes and removes groups below the folders found by `detect`."""
 
-    def __init__(self, key: str) -> None:
+    def __init__(self, key: str, *, use: bool = True) -> None:
         self._name = f"etude-{key}"
         self._parents: dict[str, Path] = {}
         self._version: dict[str, int] = {}
         self._leaving: list[tuple[float, Path]] = []
-        for controller, version, place in places():
+        for controller, version, place in places() if use else ():
             if controller not in self._parents:
                 self._try(controller, version, place / self._name)
 

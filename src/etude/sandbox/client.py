@@ -14,6 +14,7 @@ import asyncio
 import contextlib
 import json
 import os
+import select
 import shutil
 import socket
 import stat
@@ -26,7 +27,7 @@ from pathlib import Path
 from typing import Any
 
 from etude.errors import DeadlineError, SandboxError, UserError
-from etude.protocols import Change, Limits, SandboxInfo
+from etude.protocols import Change, Limits, Sandbox, SandboxInfo
 from etude.records import Boundary, Level
 from etude.sandbox import base, zygote
 from etude.sandbox.channel import Channel, ServedSandbox
@@ -34,6 +35,7 @@ from etude.sandbox.images import Diff, ImageStore
 
 CREATE_TIMEOUT_S = 60.0
 DAEMON_TIMEOUT_S = 30.0
+START_TIMEOUT_S = 60.0
 PARALLEL_CREATES = 8
 """More at once only wait for each other: the knee was at two workers on two cores."""
 
@@ -65,15 +67,19 @@ class DaemonHandle:
         process.stdout.close()
 
 
-def start_daemon(root: Path | str | None = None, *, warm: int = 2) -> DaemonHandle:
+def start_daemon(
+    root: Path | str | None = None, *, warm: int = 2, packages: Sequence[str] = ("pytest",), options: Sequence[str] = ()
+) -> DaemonHandle:
     """Start sandboxd and wait until it can make sandboxes. It stops with this process.
 
     Without a root it gets a temporary one, removed at the end (or, after a kill -9, by the next one started).
+    `packages` are the distributions that sandboxes see; `options` are further ones of its command line.
     """
     temporary = root is None
     folder = _temporary_root() if root is None else Path(root).absolute()
     folder.mkdir(parents=True, exist_ok=True)
     command = [sys.executable, "-m", "etude.sandbox.daemon", "--root", str(folder), "--warm", str(warm), "--with-parent"]
+    command += ["--packages", ",".join(packages), *options]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p), "PYTHONDONTWRITEBYTECODE": "1"}
     with open(folder / "daemon.log", "ab") as log:
         process = subprocess.Popen(
@@ -85,14 +91,21 @@ def start_daemon(root: Path | str | None = None, *, warm: int = 2) -> DaemonHand
             start_new_session=True,
         )
     assert process.stdout is not None
+    if not select.select([process.stdout], [], [], START_TIMEOUT_S)[0]:
+        process.kill()
     line = process.stdout.readline()
-    said: dict[str, Any] = json.loads(line) if line else {"failed": f"it ended at once; see {folder / 'daemon.log'}"}
+    said: dict[str, Any] = json.loads(line) if line else {"failed": _last_words(folder / "daemon.log")}
     if "failed" in said:
         DaemonHandle(folder, "", process, {}).close()
         if temporary:
             shutil.rmtree(folder, ignore_errors=True)
         raise SandboxError(f"sandboxd could not start: {said['failed']}; `etude doctor` says what this machine lacks")
     return DaemonHandle(folder, str(folder / "socket"), process, said["boundary"])
+
+
+def _last_words(log: Path) -> str:
+    lines = log.read_text(errors="replace").splitlines()
+    return f"it ended, or said nothing for {START_TIMEOUT_S:g} s; the last line of {log} is {lines[-1] if lines else 'missing'!r}"
 
 
 def connect_daemon(root: Path | str) -> DaemonHandle:
@@ -207,6 +220,8 @@ class NamespaceHost:
         self._linking: asyncio.Lock | None = None
         self._throttle: asyncio.Semaphore | None = None
         self._boundary: Boundary | None = None
+        self.overlay = True
+        """Whether workspaces are overlays; else they are copies, and compared as such."""
         self._sandboxes: set[NamespaceSandbox] = set()
 
     async def link(self) -> Link:
@@ -220,6 +235,7 @@ class NamespaceHost:
             self._throttle = asyncio.Semaphore(PARALLEL_CREATES)
             answer, _ = await link.request("hello", owner=self.owner)
             fields = answer["boundary"]
+            self.overlay = bool(answer["overlay"])
             self._boundary = Boundary(**{**fields, "evidence": tuple(fields["evidence"]), "level": Level.FILES})
         return self._link
 
@@ -305,7 +321,8 @@ class NamespaceSandbox(ServedSandbox):
         """What `diff` gives, and which paths it refused to let out."""
         upper = self._layer()
         try:
-            return await asyncio.to_thread(self._host.store.diff, upper, self._image)
+            diff = self._host.store.diff if self._host.overlay else self._host.store.diff_tree
+            return await asyncio.to_thread(diff, upper, self._image)
         finally:
             os.close(upper)
 
@@ -318,7 +335,10 @@ class NamespaceSandbox(ServedSandbox):
             if not self._paused:
                 await super().pause()
             try:
-                self._snapshot = await asyncio.to_thread(self._host.store.seal, upper, self._image)
+                if self._host.overlay:
+                    self._snapshot = await asyncio.to_thread(self._host.store.seal, upper, self._image)
+                else:
+                    self._snapshot = await asyncio.to_thread(self._host.store.add_tree, upper)
             finally:
                 if not self._paused:
                     await super().resume()
@@ -326,19 +346,19 @@ class NamespaceSandbox(ServedSandbox):
             os.close(upper)
         return self._snapshot
 
-    async def fork(self, n: int, level: Level = Level.FILES, *, require: bool = True) -> list[NamespaceSandbox]:  # type: ignore[override]
+    async def fork(self, n: int, level: Level = Level.FILES, *, require: bool = True) -> list[Sandbox]:
         """n sandboxes that start from this one's files. No process and no state of a session is carried over."""
         snapshot = await self.snapshot(level, require=require)
         made = await asyncio.gather(
             *(self._host.create(snapshot, limits=self._limits, ttl_s=self._ttl_s) for _ in range(n)), return_exceptions=True
         )
+        children: list[Sandbox] = [result for result in made if not isinstance(result, BaseException)]
         failures = [result for result in made if isinstance(result, BaseException)]
         if failures:
-            for result in made:
-                if isinstance(result, NamespaceSandbox):
-                    await result.destroy()
+            for child in children:
+                await child.destroy()
             raise failures[0]
-        return made  # type: ignore[return-value]
+        return children
 
     async def pause(self) -> None:
         await super().pause()

@@ -32,6 +32,7 @@ import signal
 import socket
 import sys
 import time
+import traceback
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -39,6 +40,7 @@ from typing import Any
 
 from etude.sandbox import base, linux
 from etude.sandbox.cgroups import Cgroups, Group, reap_key
+from etude.sandbox.interpreter import Interpreter
 
 MAX_MESSAGE = 1 << 16
 ADOPTION_S = 30.0
@@ -58,6 +60,20 @@ def receive(sock: socket.socket) -> tuple[dict[str, Any] | None, list[int]]:
     """One message and the descriptors that came with it; None at the end of the stream."""
     data, fds, _, _ = socket.recv_fds(sock, MAX_MESSAGE, 8, socket.MSG_CMSG_CLOEXEC)
     return (json.loads(data) if data else None), fds
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """What the command line decides."""
+
+    warm: int = 2
+    """Shells kept ready."""
+    packages: tuple[str, ...] = ("pytest",)
+    """Distributions that sandboxes see, with what they require; "all" for everything installed beside pytest."""
+    overlay: bool = True
+    """False: copy workspaces even where an overlay works."""
+    cgroups: bool = True
+    """False: poll even where control groups can be written."""
 
 
 @dataclass(eq=False)
@@ -88,9 +104,9 @@ class Box:
 class Daemon:
     """The event loop and its tables. Nothing here waits, except at start and at the end."""
 
-    def __init__(self, root: Path, listener: socket.socket, *, warm: int = 2, ready: Callable[[dict[str, Any]], None] = print) -> None:
+    def __init__(self, root: Path, listener: socket.socket, settings: Settings, ready: Callable[[dict[str, Any]], None]) -> None:
         self.root, self.key = root, root_key(root)
-        self._listener, self._warm_wanted, self._announce = listener, warm, ready
+        self._listener, self._settings, self._announce = listener, settings, ready
         self._selector = selectors.DefaultSelector()
         self._boxes: dict[str, Box] = {}
         self._warm: list[Box] = []
@@ -99,10 +115,12 @@ class Daemon:
         self._fates: dict[str, str] = {}
         self._timers: list[tuple[float, int, Callable[[], None]]] = []
         self._count = 0
-        self._totals = {"created": 0, "destroyed": 0, "expired": 0, "failed": 0, "died": 0, "zygote_restarts": 0}
+        self._totals = {"created": 0, "destroyed": 0, "expired": 0, "failed": 0, "died": 0, "zygote_restarts": 0, "errors": 0}
         self._stop = False
-        self._environment = base.Interpreter.current().environment()
-        self._cgroups = Cgroups(self.key)
+        self._interpreter = Interpreter.current(settings.packages)
+        self._environment = self._interpreter.environment()
+        self._cgroups = Cgroups(self.key, use=settings.cgroups)
+        self._overlay = settings.overlay
         self._reaped = self._cgroups.reap()
         self._broken = ""
         self._zygote: socket.socket | None = None
@@ -112,8 +130,7 @@ class Daemon:
     def boundary(self) -> dict[str, Any]:
         """The fields of records.Boundary, as this machine enforces them."""
         memory, pids = self._cgroups.enforces("memory"), self._cgroups.enforces("pids")
-        per_namespace = kernel_version() >= (5, 14)
-        counted = "RLIMIT_NPROC, counted per user namespace" if per_namespace else "RLIMIT_NPROC, counted per user of the machine"
+        counted = "RLIMIT_NPROC, counted per user namespace" if counts_per_namespace() else "polling every 50 ms"
         return {
             "backend": "namespace",
             "shared_kernel": True,
@@ -121,7 +138,7 @@ class Daemon:
             "filter_hash": linux.filter_hash(),
             "limits": {
                 "memory": memory or "polling of resident memory every 50 ms, and RLIMIT_AS per process",
-                "pids": f"{pids} and {counted}" if pids else counted,
+                "pids": pids or counted,
                 "disk": "size of the tmpfs that holds all writes",
                 "cpu": "RLIMIT_CPU of each process",
                 "wall": "timer of the tool server, and the lease kept by sandboxd",
@@ -146,10 +163,19 @@ class Daemon:
         while not self._stop:
             timeout = max(self._timers[0][0] - time.monotonic(), 0.0) if self._timers else None
             for key, _ in self._selector.select(timeout):
-                key.data()
+                if self._selector.get_map().get(key.fd) is key:  # an event before it in this batch may have closed it
+                    self._guarded(key.data)
             while self._timers and self._timers[0][0] <= time.monotonic():
-                heapq.heappop(self._timers)[2]()
+                self._guarded(heapq.heappop(self._timers)[2])
         self._shut_down()
+
+    def _guarded(self, action: Callable[[], Any]) -> None:
+        """One broken event must not end the sandboxes of everybody else: it is written to the log and counted in `errors`."""
+        try:
+            action()
+        except Exception:
+            self._totals["errors"] += 1
+            traceback.print_exc()
 
     def _terminated(self, *_: object) -> None:
         self._stop = True
@@ -189,7 +215,7 @@ class Daemon:
 
     def _start_zygote(self) -> None:
         try:
-            self._zygote_pid, self._zygote = base.start_zygote(self.root)
+            self._zygote_pid, self._zygote = base.start_zygote(self.root, self._interpreter)
         except OSError as error:
             self._zygote_failed(str(error))
             return
@@ -208,6 +234,7 @@ class Daemon:
             self._zygote_failed(message["failed"])
         elif "ready" in message:
             self._zygote_ready = True
+            self._overlay = self._overlay and message["overlay"]
             self._announce({"ready": True, "boundary": self.boundary(), "reaped": self._reaped})
             self._refill()
         elif message["dead"] in self._boxes:
@@ -256,7 +283,7 @@ class Daemon:
         return box
 
     def _refill(self) -> None:
-        while len(self._warm) < self._warm_wanted and self._zygote is not None and not self._stop:
+        while len(self._warm) < self._settings.warm and self._zygote is not None and not self._stop:
             self._warm.append(self._spawn())
 
     def _box_said(self, box: Box) -> None:
@@ -371,7 +398,7 @@ class Daemon:
 
     def _op_hello(self, client: Client, message: dict[str, Any], _fds: list[int]) -> None:
         client.owner = str(message.get("owner", ""))
-        self._reply(client, message["n"], {"boundary": self.boundary(), "root": str(self.root), "pid": os.getpid()})
+        self._reply(client, message["n"], {"boundary": self.boundary(), "overlay": self._overlay, "pid": os.getpid()})
 
     def _op_create(self, client: Client, message: dict[str, Any], fds: list[int]) -> None:
         number, create_id = message["n"], str(message.get("create_id", ""))
@@ -408,6 +435,8 @@ class Daemon:
             "environment": self._environment,
             "counters": list(box.group.counters),
             "poll_memory": "memory" not in box.group.folders,
+            "poll_pids": "pids" not in box.group.folders and not counts_per_namespace(),
+            "overlay": self._overlay,
         }
         send(box.control, order, [fds[0], *box.group.counters.values()])
         box.deadline = time.monotonic() + float(message["ttl_s"])
@@ -427,10 +456,14 @@ class Daemon:
     def _op_renew(self, client: Client, message: dict[str, Any], _fds: list[int]) -> None:
         box = self._boxes.get(message["id"])
         if box is None or box.state == "dying":
-            self._reply(client, message["n"], {"error": f"sandbox {message['id']} is gone: {self._fates.get(message['id'], 'unknown')}"})
+            self._reply(client, message["n"], {"error": f"sandbox {message['id']} is gone: {self._why(message['id'])}"})
             return
         box.deadline = time.monotonic() + float(message["ttl_s"])
         self._reply(client, message["n"], {})
+
+    def _why(self, name: str) -> str:
+        box = self._boxes.get(name)
+        return box.why or "it does not answer" if box is not None else self._fates.get(name, "unknown")
 
     def _op_destroy(self, client: Client, message: dict[str, Any], _fds: list[int]) -> None:
         box = self._boxes.get(message["id"])
@@ -441,9 +474,7 @@ class Daemon:
         self._kill(box, "it was destroyed")
 
     def _op_fate(self, client: Client, message: dict[str, Any], _fds: list[int]) -> None:
-        box = self._boxes.get(message["id"])
-        why = box.why or "it does not answer" if box is not None else self._fates.get(message["id"], "unknown")
-        self._reply(client, message["n"], {"why": why})
+        self._reply(client, message["n"], {"why": self._why(message["id"])})
 
     def _op_stats(self, client: Client, message: dict[str, Any], _fds: list[int]) -> None:
         now = time.monotonic()
@@ -470,9 +501,10 @@ class Daemon:
 # Process
 
 
-def kernel_version() -> tuple[int, int]:
+def counts_per_namespace() -> bool:
+    """Since Linux 5.14 RLIMIT_NPROC counts in each user namespace apart; before, in all sandboxes of a user together."""
     major, minor, *_ = os.uname().release.split(".")
-    return int(major), int("".join(c for c in minor if c.isdigit()) or 0)
+    return (int(major), int("".join(c for c in minor if c.isdigit()) or 0)) >= (5, 14)
 
 
 def lock(root: Path) -> int:
@@ -519,7 +551,10 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m etude.sandbox.daemon", description="Make and lease sandboxes for this machine.")
     parser.add_argument("--root", required=True, type=Path, help="folder for images, snapshots and the socket; one sandboxd per root")
     parser.add_argument("--socket", default="", help="default: ROOT/socket")
-    parser.add_argument("--warm", type=int, default=2, help="shells kept ready")
+    parser.add_argument("--warm", type=int, default=2, help="shells kept ready (default: %(default)s)")
+    parser.add_argument("--packages", default="pytest", help="distributions that sandboxes see, separated by commas; or: all")
+    parser.add_argument("--no-overlay", action="store_true", help="copy workspaces into memory, as is done where overlayfs does not work")
+    parser.add_argument("--no-cgroups", action="store_true", help="poll memory, as is done where no control group can be written")
     parser.add_argument("--with-parent", action="store_true", help="stop when standard input closes")
     parser.add_argument("--temporary", action="store_true", help="remove ROOT at the end, and dead temporary roots beside it at the start")
     arguments = parser.parse_args(argv)
@@ -542,8 +577,14 @@ def main(argv: list[str] | None = None) -> int:
         for leftover in (root / folder).glob(".tmp-*"):
             shutil.rmtree(leftover, ignore_errors=True) if leftover.is_dir() else leftover.unlink()
     path = arguments.socket or str(root / "socket")
+    settings = Settings(
+        warm=arguments.warm,
+        packages=tuple(name for name in arguments.packages.split(",") if name),
+        overlay=not arguments.no_overlay,
+        cgroups=not arguments.no_cgroups,
+    )
     try:
-        Daemon(root, listen(path), warm=arguments.warm, ready=announce).serve(0 if arguments.with_parent else -1)
+        Daemon(root, listen(path), settings, announce).serve(0 if arguments.with_parent else -1)
     except OSError as error:
         announce({"failed": str(error)})
         return 1

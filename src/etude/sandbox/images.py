@@ -142,9 +142,9 @@ class ImageStore:
             self._commit(image, [Entry(path=path, kind="file", mode=0o644, data=data) for path, data in sorted(tree.items())])
         return image
 
-    def add_tree(self, entries: list[Entry]) -> str:
-        """Store files with their modes as one image."""
-        entries = sorted(entries, key=lambda entry: entry.path)
+    def add_tree(self, tree: int) -> str:
+        """Store the files below a descriptor, with their modes, as one image."""
+        entries = sorted((entry for entry in read_upper(tree) if entry.kind == "file"), key=lambda entry: entry.path)
         lines = [json.dumps([entry.path, entry.mode, hashlib.sha256(entry.data).hexdigest()]) for entry in entries]
         image = hashlib.sha256(("etude tree 1\0" + "\n".join(lines)).encode()).hexdigest()
         if not (self._layers / image).is_dir():
@@ -250,6 +250,19 @@ class ImageStore:
         for path in gone - changes.keys():
             changes[path] = Change(path=path, data=None)
         return Diff(changes=tuple(changes[path] for path in sorted(changes)), refused=tuple(refused))
+
+    def diff_tree(self, tree: int, image: str) -> Diff:
+        """The same for a workspace that is no layer but a copy: every file is compared."""
+        view = self.files(image)
+        entries = list(read_upper(tree))
+        now = {entry.path: entry for entry in entries if entry.kind == "file"}
+        changes = [Change(path=path, data=None) for path in view if path not in now]
+        for path, entry in now.items():
+            old = view.get(path)
+            if old is None or old[1] != entry.mode or old[0].read_bytes() != entry.data:
+                changes.append(Change(path=path, data=entry.data, mode=entry.mode))
+        refused = tuple((entry.path, entry.reason) for entry in entries if entry.kind == "refused")
+        return Diff(changes=tuple(sorted(changes, key=lambda change: change.path)), refused=refused)
 
     # -- snapshots
 

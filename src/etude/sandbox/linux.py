@@ -13,6 +13,7 @@ from __future__ import annotations
 import ctypes
 import errno
 import fcntl
+import functools
 import hashlib
 import os
 import platform
@@ -171,6 +172,33 @@ def drop_capabilities() -> None:
     _call("syscall", ctypes.c_long(_OTHER[MACHINE]["capset"]), header, data)
 
 
+def overlay_works(scratch: str) -> bool:
+    """Whether an overlay with its upper layer in memory does all it should, tried on a tmpfs mounted at `scratch` for the moment.
+
+    Linux before 5.11 mounts none in a user namespace; before 6.6 a folder cannot be replaced by a new one of its name,
+    because tmpfs keeps no user attributes.
+    """
+    mount("trial", scratch, "tmpfs", MS_NOSUID | MS_NODEV, "size=1m")
+    try:
+        for name in ("lower/folder", "upper", "work", "merged"):
+            os.makedirs(f"{scratch}/{name}")
+        with open(f"{scratch}/lower/folder/file", "w"):
+            pass
+        merged = f"{scratch}/merged"
+        mount("trial", merged, "overlay", 0, f"userxattr,lowerdir={scratch}/lower,upperdir={scratch}/upper,workdir={scratch}/work")
+        try:
+            os.unlink(f"{merged}/folder/file")
+            os.rmdir(f"{merged}/folder")
+            os.mkdir(f"{merged}/folder")
+            return os.listdir(f"{merged}/folder") == []
+        finally:
+            unmount(merged)
+    except OSError:
+        return False
+    finally:
+        unmount(scratch)
+
+
 # ---------------------------------------------------------------------------------------------------
 # seccomp
 
@@ -183,6 +211,7 @@ def _op(code: int, k: int, jt: int = 0, jf: int = 0) -> bytes:
     return struct.pack("HBBI", code, jt, jf, k)
 
 
+@functools.cache
 def deny_filter(machine: str = MACHINE) -> bytes:
     """The BPF program every process of a sandbox runs under; b"" where the machine is not known."""
     if machine not in _DENIED:

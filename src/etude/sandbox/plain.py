@@ -20,16 +20,16 @@ import socket
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from etude.errors import DeadlineError, SandboxError, UserError
-from etude.protocols import Change, Limits, SandboxInfo
+from etude.protocols import Change, Limits, Sandbox, SandboxInfo
 from etude.records import Boundary, Level
 from etude.sandbox.channel import Channel, ServedSandbox
-from etude.sandbox.images import Diff, Entry, ImageStore, read_upper
+from etude.sandbox.images import Diff, ImageStore
 
 BOUNDARY = Boundary(
     backend="plain",
@@ -190,41 +190,27 @@ class PlainSandbox(ServedSandbox):
         return list((await self.diff_report()).changes)
 
     async def diff_report(self) -> Diff:
-        return await asyncio.to_thread(self._diff)
+        with self._tree() as tree:
+            return await asyncio.to_thread(self._host.store.diff_tree, tree, self._image)
 
-    def _entries(self) -> list[Entry]:
+    @contextlib.contextmanager
+    def _tree(self) -> Iterator[int]:
         if self.gone:
             raise SandboxError(f"sandbox {self.id} was destroyed; read what it changed before that")
         fd = os.open(self._workdir, os.O_RDONLY | os.O_DIRECTORY)
         try:
-            return list(read_upper(fd))
+            yield fd
         finally:
             os.close(fd)
-
-    def _diff(self) -> Diff:
-        """The whole tree against the image: here it is no layer but a copy."""
-        before = self._host.store.files(self._image)
-        entries = self._entries()
-        now = {entry.path: entry for entry in entries if entry.kind == "file"}
-        changes = [Change(path=path, data=None) for path in before if path not in now]
-        for path, entry in now.items():
-            old = before.get(path)
-            if old is None or old[1] != entry.mode or old[0].read_bytes() != entry.data:
-                changes.append(Change(path=path, data=entry.data, mode=entry.mode))
-        refused = tuple((entry.path, entry.reason) for entry in entries if entry.kind == "refused")
-        return Diff(changes=tuple(sorted(changes, key=lambda change: change.path)), refused=refused)
 
     async def snapshot(self, level: Level = Level.FILES, *, require: bool = True) -> str:
         if level is not Level.FILES and require:
             raise UserError(f"the plain backend keeps files only ({Level.FILES}), not {level}; pass require=False to accept that")
-
-        def keep() -> str:
-            return self._host.store.add_tree([entry for entry in self._entries() if entry.kind == "file"])
-
-        self._snapshot = await asyncio.to_thread(keep)
+        with self._tree() as tree:
+            self._snapshot = await asyncio.to_thread(self._host.store.add_tree, tree)
         return self._snapshot
 
-    async def fork(self, n: int, level: Level = Level.FILES, *, require: bool = True) -> list[PlainSandbox]:  # type: ignore[override]
+    async def fork(self, n: int, level: Level = Level.FILES, *, require: bool = True) -> list[Sandbox]:
         snapshot = await self.snapshot(level, require=require)
         return [await self._host.create(snapshot, limits=self._limits, ttl_s=self._ttl_s) for _ in range(n)]
 

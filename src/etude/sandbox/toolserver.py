@@ -53,6 +53,10 @@ MAX_RESULTS = 32 * 2**20
 """Bytes of the test-result channel that are kept."""
 MAX_MESSAGE = 2000
 MAX_MATCHES = 1000
+REPETITION = re.compile(r"[*+?{]")
+INLINE_BYTES = 1 << 16
+INLINE_LINE = 2000
+"""A search with at most one repetition over this much text in such lines is done at once: quadratic at worst, and a fork costs 5 ms."""
 MAX_WALK = 50_000
 OUTPUT_STOP = 64 * 2**20
 """A command that writes this much, and 16 times what is kept, is stopped: endless output costs a core."""
@@ -113,7 +117,8 @@ class Run:
         if results >= 0:
             self.pipes[results] = self._feed_results
         self.started = time.monotonic()
-        self.start_ticks = time.clock_gettime(time.CLOCK_BOOTTIME) if hasattr(time, "CLOCK_BOOTTIME") else 0.0
+        self.before: set[int] = set()
+        """Processes that were there when it started."""
         self.code: int | None = None
         self.limit = ""
         self.timed_out = False
@@ -227,11 +232,12 @@ class Server:
         counters: dict[str, int] | None = None,
         score_fd: int = -1,
         poll_memory: bool = False,
+        poll_pids: bool = False,
     ) -> None:
         self.workdir, self.limits, self.environment, self.confined = workdir, limits, environment, confined
         self._bin_dir, self._guard, self._score_fd = bin_dir, guard, score_fd
         self._counter_fds = counters or {}
-        self._poll_memory = poll_memory
+        self._poll_memory, self._poll_pids = poll_memory, poll_pids
         self._selector = selectors.DefaultSelector()
         self._timers: list[Timer] = []
         self._runs: dict[int, Run] = {}
@@ -249,8 +255,8 @@ class Server:
         signal.signal(signal.SIGINT, signal.SIG_DFL if self._is_init else signal.SIG_IGN)
         self._selector.register(wake_read, selectors.EVENT_READ, self._woken)
         self._wake = wake_read
-        if poll_memory:
-            self._watch_memory()
+        if poll_memory or poll_pids:
+            self._watch()
 
     # -- loop
 
@@ -258,7 +264,8 @@ class Server:
         while not self._stop:
             timeout = max(self._timers[0].at - time.monotonic(), 0.0) if self._timers else None
             for key, mask in self._selector.select(timeout):
-                key.data(mask)
+                if self._selector.get_map().get(key.fd) is key:  # an event before it in this batch may have closed it
+                    key.data(mask)
             while self._timers and self._timers[0].at <= time.monotonic():
                 timer = heapq.heappop(self._timers)
                 if not timer.cancelled:
@@ -450,28 +457,23 @@ class Server:
                     self.at(0.0, functools.partial(self._finish, other))
 
     def _strays(self, run: Run) -> list[int]:
+        """Processes of the run's session, and, when no other run goes on that could have made them, all that came with it."""
         table = process_table()
-        other_roots = {pid for pid in self._runs if pid != run.pid}
+        others = {pid for pid in self._runs if pid != run.pid}
 
-        def belongs_to_other(pid: int) -> bool:
-            seen = set()
-            while pid in table and pid not in seen and pid != 1:
-                seen.add(pid)
-                if pid in other_roots or table[pid][1] in other_roots:
-                    return True
+        def is_stray(pid: int) -> bool:
+            session, state = table[pid][1:]
+            if pid == 1 or state == "Z" or others & {pid, session}:
+                return False
+            if session == run.pid:
+                return True
+            ancestors = set()
+            while pid in table and pid != 1 and pid not in ancestors:
+                ancestors.add(pid)
                 pid = table[pid][0]
-            return False
+            return not others and not ancestors & run.before
 
-        ticks = os.sysconf("SC_CLK_TCK")
-        born_after = run.start_ticks - 0.02
-        return [
-            pid
-            for pid, (_, session, start, state) in table.items()
-            if pid != 1
-            and state != "Z"
-            and not belongs_to_other(pid)
-            and (session == run.pid or (start / ticks >= born_after and not other_roots))
-        ]
+        return [pid for pid in table if is_stray(pid)]
 
     def kill_all(self) -> None:
         for run in list(self._runs.values()):
@@ -480,12 +482,17 @@ class Server:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.kill(-1, signal.SIGKILL)
 
-    def _watch_memory(self) -> None:
-        """Without a memory cgroup: add up what the sandbox's processes hold, and stop the runs when it is too much."""
-        if self._runs and resident_bytes() > self.limits["memory_bytes"]:
-            for run in list(self._runs.values()):
-                self._stop_run(run, "memory")
-        self.at(0.05 if self._runs else 0.2, self._watch_memory)
+    def _watch(self) -> None:
+        """Where the kernel does not count: add up what the sandbox's processes are and hold, and stop the runs when it is too much."""
+        if self._runs:
+            excess = ""
+            if self._poll_pids and len(process_ids()) > self.limits["pids"]:
+                excess = "pids"
+            elif self._poll_memory and resident_bytes() > self.limits["memory_bytes"]:
+                excess = "memory"
+            for run in list(self._runs.values()) if excess else ():
+                self._stop_run(run, excess)
+        self.at(0.05 if self._runs else 0.2, self._watch)
 
     @contextlib.contextmanager
     def _expendable(self) -> Iterator[None]:
@@ -508,12 +515,16 @@ class Server:
             limits[resource.RLIMIT_AS] = (space, space)
         return limits
 
+    def _census(self) -> tuple[dict[str, int], set[int]]:
+        """Before a run: how often limits were hit, and which processes there are."""
+        return {name: self._counter(name) for name in self._counter_fds}, process_ids() if self._is_init else set()
+
     def _spawn(
         self, argv: list[str], cwd: str, environment: dict[str, str], stdin: bytes, ended: Callable[[Run], None], timeout_s: float
     ) -> Run:
         """Start a command with its output in one pipe."""
         read_end, write_end = os.pipe2(os.O_CLOEXEC)
-        counters = {name: self._counter(name) for name in self._counter_fds}
+        counters, before = self._census()
         try:
             with tempfile.TemporaryFile() if stdin else open(os.devnull, "rb") as source, self._expendable():
                 if stdin:
@@ -531,14 +542,14 @@ class Server:
             for kind, pair in self._child_limits().items():
                 set_limit(popen.pid, kind, pair)
         run = Run(popen.pid, read_end, Capture(int(self.limits["output_bytes"])), ended)
-        run.popen, run.counters = popen, counters
+        run.popen, run.counters, run.before = popen, counters, before
         return self._start(run, timeout_s)
 
     def _fork(self, body: Callable[[int], None], ended: Callable[[Run], None], timeout_s: float, *, results: bool = False) -> Run:
         """Run `body(results fd)` in a fork of this process. It must not return normally to the loop, and never does."""
         read_end, write_end = os.pipe2(os.O_CLOEXEC)
         results_read, results_write = os.pipe2(os.O_CLOEXEC) if results else (-1, -1)
-        counters = {name: self._counter(name) for name in self._counter_fds}
+        counters, before = self._census()
         try:
             with self._expendable():
                 pid = os.fork()
@@ -561,7 +572,7 @@ class Server:
         if results:
             os.close(results_write)
         run = Run(pid, read_end, Capture(int(self.limits["output_bytes"])), ended, results_read)
-        run.counters = counters
+        run.counters, run.before = counters, before
         return self._start(run, timeout_s)
 
     def _become_child(self, output: int, results: int) -> int:
@@ -783,8 +794,8 @@ class Server:
         more = f"\n({len(found) - MAX_MATCHES} more)" if len(found) > MAX_MATCHES else ""
         reply({"text": "\n".join(found[:MAX_MATCHES]) + more or "no files match"})
 
-    def op_grep(self, arguments: dict[str, Any], reply: Callable) -> Run:
-        """In a child: a pattern of the caller's may backtrack for ever."""
+    def op_grep(self, arguments: dict[str, Any], reply: Callable) -> Run | None:
+        """A pattern of the caller's may backtrack for ever: unless it cannot, and there is little to read, the search is a child's."""
         pattern, given, glob = arguments.get("pattern"), arguments.get("path") or ".", arguments.get("glob") or ""
         if not isinstance(pattern, str) or not pattern:
             raise Refusal("bad_arguments", "grep needs a pattern")
@@ -795,13 +806,16 @@ class Server:
         top = self.path(given)
         if not os.path.exists(top):
             raise Refusal("failed", f"no such path: {given}")
-        paths = self._walk(top) if os.path.isdir(top) else iter([given])
         matches = glob_matcher(glob.removeprefix("./")) if glob else None
+        paths = [path for path in (self._walk(top) if os.path.isdir(top) else [given]) if matches is None or matches(path)]
+        if len(REPETITION.findall(pattern)) <= 1 and self._total_size(paths) <= INLINE_BYTES:
+            with contextlib.suppress(OverflowError):
+                reply({"text": "\n".join(search(compiled, paths, self.workdir, longest=INLINE_LINE)) or "no matches"})
+                return None
 
         def body(_results: int) -> None:
-            lines = search(compiled, (p for p in paths if matches is None or matches(p)), self.workdir)
             with open(1, "wb", closefd=False) as out:
-                out.write("\n".join(lines).encode("utf-8", "replace"))
+                out.write("\n".join(search(compiled, paths, self.workdir)).encode("utf-8", "replace"))
 
         def ended(run: Run) -> None:
             if run.limit:
@@ -812,6 +826,15 @@ class Server:
                 reply({"text": run.capture.bytes().decode("utf-8", "replace") or "no matches"})
 
         return self._fork(body, ended, _seconds(arguments, 10.0))
+
+    def _total_size(self, paths: list[str]) -> int:
+        total = 0
+        for path in paths:
+            with contextlib.suppress(OSError):
+                total += os.lstat(os.path.join(self.workdir, path)).st_size
+            if total > INLINE_BYTES:
+                break
+        return total
 
     # -- operations: commands
 
@@ -1012,8 +1035,8 @@ def glob_matcher(pattern: str) -> Callable[[str], bool]:
     return lambda path: compiled.fullmatch(path) is not None
 
 
-def search(pattern: re.Pattern[str], paths: Iterator[str], workdir: str) -> list[str]:
-    """`path:line:text` of matching lines; binary and large files are passed over."""
+def search(pattern: re.Pattern[str], paths: list[str], workdir: str, *, longest: int = 1 << 30) -> list[str]:
+    """`path:line:text` of matching lines; binary and large files are passed over. OverflowError at a line over `longest`."""
     lines: list[str] = []
     for path in paths:
         full = os.path.join(workdir, path)
@@ -1029,6 +1052,8 @@ def search(pattern: re.Pattern[str], paths: Iterator[str], workdir: str) -> list
         if b"\0" in data[:8192]:
             continue
         for number, line in enumerate(data.decode("utf-8", "replace").splitlines(), 1):
+            if len(line) > longest:
+                raise OverflowError(path)
             if pattern.search(line):
                 lines.append(f"{path}:{number}:{line[:500]}")
                 if len(lines) > MAX_MATCHES:
@@ -1041,18 +1066,20 @@ def search(pattern: re.Pattern[str], paths: Iterator[str], workdir: str) -> list
 # Processes
 
 
-def process_table() -> dict[int, tuple[int, int, float, str]]:
-    """pid -> (parent, session, start in clock ticks since boot, state)."""
+def process_ids() -> set[int]:
+    return {int(name) for name in os.listdir("/proc") if name.isdigit()}
+
+
+def process_table() -> dict[int, tuple[int, int, str]]:
+    """pid -> (parent, session, state)."""
     table = {}
-    for name in os.listdir("/proc"):
-        if not name.isdigit():
-            continue
+    for pid in process_ids():
         try:
-            with open(f"/proc/{name}/stat", "rb") as file:
+            with open(f"/proc/{pid}/stat", "rb") as file:
                 fields = file.read().rpartition(b")")[2].split()
         except OSError:
             continue
-        table[int(name)] = (int(fields[1]), int(fields[3]), float(fields[19]), fields[0].decode())
+        table[pid] = (int(fields[1]), int(fields[3]), fields[0].decode())
     return table
 
 

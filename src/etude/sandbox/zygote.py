@@ -21,6 +21,7 @@ import json
 import os
 import resource
 import selectors
+import shutil
 import signal
 import socket
 import sys
@@ -136,8 +137,9 @@ def become_sandbox(control_fd: int, cgroup_fds: list[int]) -> None:
     if order is None:
         return
     try:
-        upper = mount_workspace(order["layers"], order["limits"])
-        score_fd = close_doors(order["limits"])
+        mount = mount_workspace if order["overlay"] else copy_workspace
+        upper = mount(order["layers"], order["limits"])
+        score_fd = close_doors(order["limits"], count_processes=not order["poll_pids"])
         server = toolserver.Server(
             workdir=REPO,
             limits=order["limits"],
@@ -147,6 +149,7 @@ def become_sandbox(control_fd: int, cgroup_fds: list[int]) -> None:
             counters=dict(zip(order["counters"], fds[1:], strict=True)),
             score_fd=score_fd,
             poll_memory=order["poll_memory"],
+            poll_pids=order["poll_pids"],
         )
         server.connect(socket.socket(fileno=fds[0]))
     except (OSError, KeyError) as error:
@@ -172,24 +175,49 @@ def mount_workspace(layers: list[str], limits: dict[str, float]) -> int:
     Returns a descriptor of the upper layer, by which the host reads what changed. The tmpfs itself is unmounted again:
     inside, nothing but the overlay leads to it, and the layers of other sandboxes are out of sight.
     """
-    size = int(limits["disk_bytes"])
-    inodes = max(4096, size // 4096)
-    flags = linux.MS_NOSUID | linux.MS_NODEV
-    linux.mount("sandbox", SCRATCH, "tmpfs", flags, f"size={size},nr_inodes={inodes},mode=755")
-    for name, mode in (("upper", 0o755), ("work", 0o755), ("tmp", 0o1777)):
-        os.mkdir(f"{SCRATCH}/{name}")
-        os.chmod(f"{SCRATCH}/{name}", mode)
+    _mount_scratch(int(limits["disk_bytes"]), ("upper", "work", "tmp"))
     upper = os.open(f"{SCRATCH}/upper", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     lower = ":".join(f"{LAYERS}/{layer}" for layer in layers)
+    flags = linux.MS_NOSUID | linux.MS_NODEV
     linux.mount("sandbox", REPO, "overlay", flags, f"userxattr,lowerdir={lower},upperdir={SCRATCH}/upper,workdir={SCRATCH}/work")
+    _hide_scratch()
+    return upper
+
+
+def copy_workspace(layers: list[str], limits: dict[str, float]) -> int:
+    """The same without overlay: the files are copied into memory. Layers are then whole trees, never changes over others.
+
+    Returns a descriptor of the workspace itself, which the host compares with the image file by file.
+    """
+    if len(layers) != 1:
+        raise OSError(f"a snapshot of {len(layers)} layers needs overlayfs, which does not work here")
+    tree = f"{LAYERS}/{layers[0]}"
+    size = sum(os.lstat(os.path.join(folder, name)).st_size + 4096 for folder, _, names in os.walk(tree) for name in names)
+    _mount_scratch(int(limits["disk_bytes"]) + size, ("repo", "tmp"))
+    shutil.copytree(tree, f"{SCRATCH}/repo", symlinks=True, dirs_exist_ok=True)
+    linux.mount(f"{SCRATCH}/repo", REPO, flags=linux.MS_BIND)
+    upper = os.open(REPO, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    _hide_scratch()
+    return upper
+
+
+def _mount_scratch(size: int, folders: tuple[str, ...]) -> None:
+    """One tmpfs for all that a sandbox writes."""
+    inodes = max(4096, size // 4096)
+    linux.mount("sandbox", SCRATCH, "tmpfs", linux.MS_NOSUID | linux.MS_NODEV, f"size={size},nr_inodes={inodes},mode=755")
+    for name in folders:
+        os.mkdir(f"{SCRATCH}/{name}")
+        os.chmod(f"{SCRATCH}/{name}", 0o1777 if name == "tmp" else 0o755)
+
+
+def _hide_scratch() -> None:
     for target in ("/tmp", "/dev/shm"):
         linux.mount(f"{SCRATCH}/tmp", target, flags=linux.MS_BIND)
     linux.unmount(SCRATCH)
     linux.unmount(LAYERS)
-    return upper
 
 
-def close_doors(limits: dict[str, float]) -> int:
+def close_doors(limits: dict[str, float], *, count_processes: bool) -> int:
     """Give up everything that agent code must not have. Returns a descriptor of this process's out-of-memory score."""
     linux.prctl(linux.PR_SET_NAME, _text("sandbox"))
     flags = linux.CLONE_NEWUSER | linux.CLONE_NEWNET | linux.CLONE_NEWIPC | linux.CLONE_NEWUTS
@@ -203,11 +231,9 @@ def close_doors(limits: dict[str, float]) -> int:
     os.chdir(REPO)
     os.umask(0o022)
     score_fd = os.open("/proc/self/oom_score_adj", os.O_WRONLY | os.O_CLOEXEC)
-    processes = int(limits["pids"])
-    disk = int(limits["disk_bytes"])
     for kind, wanted in (
-        (resource.RLIMIT_NPROC, processes),
-        (resource.RLIMIT_FSIZE, disk),
+        (resource.RLIMIT_NPROC, int(limits["pids"]) if count_processes else 1 << 22),
+        (resource.RLIMIT_FSIZE, int(limits["disk_bytes"])),
         (resource.RLIMIT_NOFILE, 1024),
         (resource.RLIMIT_CORE, 0),
         (resource.RLIMIT_MEMLOCK, 0),
@@ -239,8 +265,9 @@ def main(control_fd: int) -> None:
     control = socket.socket(fileno=control_fd)
     try:
         toolserver.warm_up()
+        linux.deny_filter()
     except Exception as error:  # whatever an import can raise is one line for the person who asked for a sandbox
         send(control, {"failed": f"the fork server could not import pytest: {error!r}"})
         return
-    send(control, {"ready": True, "pids": os.listdir("/proc").count("1")})
+    send(control, {"ready": True, "overlay": linux.overlay_works(SCRATCH)})
     Zygote(control).serve()

@@ -353,7 +353,8 @@ def _drop_item(source: str, items: list, at: int) -> str:
         offset.append(offset[-1] + len(line))
 
     def index(line: int | None, column: int | None) -> int:
-        assert line is not None and column is not None
+        assert line is not None
+        assert column is not None
         return offset[line - 1] + len(lines[line - 1].encode()[:column].decode())
 
     item = items[at]

@@ -85,7 +85,7 @@ async def grade(task: Task, changes: Sequence[Change], host: SandboxHost, *, lim
     files = {path: text.encode() for path, text in task.files}
     hidden = {path: text.encode() for path, text in task.grader.hidden}
     image = await host.add_image({**files, **hidden}) if files else task.workspace
-    sandbox = await host.create(image, **({"limits": limits} if limits is not None else {}))
+    sandbox = await host.create(image, limits=limits or Limits())
     try:
         if not files:
             for path, data in hidden.items():

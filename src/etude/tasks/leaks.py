@@ -54,10 +54,9 @@ def _scan(path: str, data: str | bytes, deleted: Fingerprint, module: str, depth
     if depth:
         for name, inner in _unpack(raw):
             yield from _scan(f"{path}!{name}", inner, deleted, module, depth - 1)
-    if path.endswith(_BYTECODE):
-        if module and path.rsplit("/", 1)[-1].split(".")[0] == module:
-            yield Leak(path=path, channel="bytecode", what=f"compiled {module}")
-            return
+    if path.endswith(_BYTECODE) and module and path.rsplit("/", 1)[-1].split(".")[0] == module:
+        yield Leak(path=path, channel="bytecode", what=f"compiled {module}")
+        return
     text = _as_text(raw)
     if text is None:
         yield from _scan_binary(path, raw, deleted)
@@ -120,10 +119,23 @@ def _inflate(raw: bytes) -> bytes:
     return zlib.decompressobj().decompress(raw, _MAX_UNPACKED)
 
 
+def _gunzip(raw: bytes) -> bytes:
+    with gzip.GzipFile(fileobj=io.BytesIO(raw)) as file:
+        return file.read(_MAX_UNPACKED)
+
+
+def _bunzip(raw: bytes) -> bytes:
+    return bz2.BZ2Decompressor().decompress(raw, _MAX_UNPACKED)
+
+
+def _unxz(raw: bytes) -> bytes:
+    return lzma.LZMADecompressor().decompress(raw, _MAX_UNPACKED)
+
+
 _OPENERS = (
-    (b"\x1f\x8b", lambda raw: gzip.GzipFile(fileobj=io.BytesIO(raw)).read(_MAX_UNPACKED)),
-    (b"BZh", lambda raw: bz2.BZ2File(io.BytesIO(raw)).read(_MAX_UNPACKED)),
-    (b"\xfd7zXZ\x00", lambda raw: lzma.LZMAFile(io.BytesIO(raw)).read(_MAX_UNPACKED)),
+    (b"\x1f\x8b", _gunzip),
+    (b"BZh", _bunzip),
+    (b"\xfd7zXZ\x00", _unxz),
     (b"\x78\x01", _inflate),
     (b"\x78\x9c", _inflate),
     (b"\x78\xda", _inflate),

@@ -136,13 +136,9 @@ def _task(package: Package, family: str, index: int, level: DeleteLevel, rng: ra
         prompt=prompt,
         files=cut.files,
         solution=cut.restoring,
-        grader=Grader(
-            fail_to_pass=tuple(fail), pass_to_pass=tuple(keep), time_limit_s=time_limit_s, hidden=((hidden_path, hidden_text),)
-        ),
+        grader=Grader(fail_to_pass=tuple(fail), pass_to_pass=tuple(keep), time_limit_s=time_limit_s, hidden=((hidden_path, hidden_text),)),
         split=package.split,
-        provenance=Provenance(
-            generator="katas", source="katas", version=VERSION, licence="Apache-2.0", seed=package.seed, family=family
-        ),
+        provenance=Provenance(generator="katas", source="katas", version=VERSION, licence="Apache-2.0", seed=package.seed, family=family),
     )
 
 
@@ -332,15 +328,16 @@ def shuffled(n: int, count: int, *key: Any) -> int:
 
 def heldout_tasks(n: int, seed: int = 0) -> list[Task]:
     """Train families with constants and names that training never uses: the same list for the same arguments."""
-    return _fixed("heldout", n, seed)
+    return fixed_tasks("heldout", n, seed)
 
 
 def unseen_tasks(n: int, seed: int = 0) -> list[Task]:
     """Families that training never uses."""
-    return _fixed("unseen", n, seed)
+    return fixed_tasks("unseen", n, seed)
 
 
-def _fixed(split: str, n: int, seed: int) -> list[Task]:
+def fixed_tasks(split: str, n: int, seed: int = 0) -> list[Task]:
+    """n tasks of a split without duplicates, its families in turn."""
     names = list(families_of(split))
     known = sum(size(FAMILIES[family], part_of(split)) for family in names)
     if n > known:

@@ -19,9 +19,9 @@ from dataclasses import dataclass, field
 
 from etude.errors import SandboxError, TaskError
 from etude.protocols import Sandbox, SandboxHost
-from etude.records import TestReport
-from etude.tasks.deletion import Deletion
-from etude.tasks.grade import TestRun, files_of, report_of, run_pytest
+from etude.records import Task, TestReport
+from etude.tasks.deletion import Deletion, Fingerprint, Refusal, ast_hash, delete, functions
+from etude.tasks.grade import TestRun, expected_ids, files_of, report_of, run_pytest
 from etude.tasks.leaks import find_copies
 
 
@@ -239,3 +239,69 @@ async def _surviving_wrong(bench: Bench, whole: Mapping[str, str], candidate: Ca
             if group and _not_passed(run, group) is None:
                 return f"wrong body {number} of {cut.qualname} passes {', '.join(group)}"
     return None
+
+
+# ---------------------------------------------------------------------------------------------------
+# Finished tasks
+
+
+async def validate_tasks(
+    tasks: Sequence[Task], host: SandboxHost, *, repeats: int = 1, seen: set[str] | None = None, funnel: Funnel | None = None
+) -> Funnel:
+    """Judge tasks as they are stored, each in a sandbox of its own: unique, no copy left, the recorded tests fail and
+    pass as recorded, and the recorded solution passes all."""
+    funnel = funnel if funnel is not None else Funnel()
+    seen = seen if seen is not None else set()
+    for task in tasks:
+        funnel.count(await validate_task(task, host, repeats=repeats, seen=seen))
+    return funnel
+
+
+async def validate_task(task: Task, host: SandboxHost, *, repeats: int = 1, seen: set[str] | None = None) -> Verdict:
+    """The verdict on one stored task. `seen` holds code already used and is added to."""
+    seen = seen if seen is not None else set()
+
+    def no(reason: Reject, detail: str) -> Verdict:
+        return Verdict(candidate=task.id, reject=reason, detail=detail)
+
+    expected, files = expected_ids(task), dict(task.files)
+    try:
+        gone = _deleted_functions(task)
+    except Refusal as error:
+        return no(Reject.UNPARSABLE, str(error))
+    if not gone:
+        return no(Reject.RESTORE_FAILS, "the solution brings back no function")
+    key = "+".join(sorted(f.ast_hash for _, f in gone))
+    if key in seen:
+        return no(Reject.DUPLICATE, ", ".join(f.name for _, f in gone))
+    for path, mark in gone:
+        if leaks := find_copies(files, mark, module=path.rsplit("/", 1)[-1].removesuffix(".py")):
+            return no(Reject.LEAK, f"{leaks[0].path} ({leaks[0].channel}): {leaks[0].what}")
+    before = {**files, **dict(task.grader.hidden)}
+    async with Bench(host, before, time_limit_s=task.grader.time_limit_s) as bench:
+        for _ in range(max(repeats, 1)):
+            stub = await bench.run(before, files_of(expected))
+            if passing := [i for i in task.grader.fail_to_pass if stub.outcomes.get(i) == "passed"]:
+                return no(Reject.TARGETS_PASS, passing[0])
+            if (bad := _not_passed(stub, task.grader.pass_to_pass)) is not None:
+                return no(Reject.OTHERS_FAIL, bad)
+            solved = report_of(await bench.run({**before, **dict(task.solution)}, files_of(expected)), expected)
+            if not solved.solved:
+                return no(Reject.RESTORE_FAILS, solved.detail)
+    seen.add(key)
+    return Verdict(candidate=task.id, fail_to_pass=task.grader.fail_to_pass, pass_to_pass=task.grader.pass_to_pass)
+
+
+def _deleted_functions(task: Task) -> list[tuple[str, Fingerprint]]:
+    """(path, fingerprint) of the functions that the solution has and the workspace does not."""
+    files = dict(task.files)
+    out: list[tuple[str, Fingerprint]] = []
+    for path, text in task.solution:
+        if not path.endswith(".py"):
+            continue
+        left = {name: ast_hash(node) for name, node in functions(files.get(path, ""), path)}
+        whole = dict(functions(text, path))
+        for name, node in whole.items():
+            if left.get(name) != ast_hash(node):
+                out.append((path, delete({path: text}, path, name).fingerprint))
+    return out

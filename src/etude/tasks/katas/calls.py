@@ -22,7 +22,7 @@ FAMILIES = (
             "return [sum($v) * $k + $m for $v in $rows]",
             "return [$g($v) * $m + $k for $v in $rows]",
         ],
-        lambda g, c: ([g.ints(1, 70, least=1, most=3) for _ in range(g.int(1, 3))],),
+        lambda g, c: ([g.ints(1, 70, least=1, most=3) for _ in range(g.num(1, 3))],),
         calls="ints->int",
     ),
     family(
@@ -42,7 +42,7 @@ FAMILIES = (
             "return $p.join($g($v) for $v in $s)",
             "return $c.join($g($v) for $v in $s.split($c))",
         ],
-        lambda g, c: (c.c.join(g.word("AbcmnOpxyzrstuvw", 4, 9) for _ in range(g.int(1, 2))),),
+        lambda g, c: (c.c.join(g.word("AbcmnOpxyzrstuvw", 4, 9) for _ in range(g.num(1, 2))),),
         calls="str->str",
     ),
     family(
@@ -62,7 +62,7 @@ FAMILIES = (
             "return $k * $x + $m",
             "return $g($k * $x) - $m",
         ],
-        lambda g, c: (g.int(1, 60),),
+        lambda g, c: (g.num(1, 60),),
         calls="int->int",
     ),
     family(
@@ -82,7 +82,7 @@ FAMILIES = (
             "$t = [$g($v) for $v in $rows]\nreturn max($t) * $k + $m",
             "$t = [$g($v) for $v in $rows]\nreturn $t.index(max($t)) + $k + $m",
         ],
-        lambda g, c: ([g.ints(1, 70, least=1, most=3) for _ in range(g.int(1, 4))],),
+        lambda g, c: ([g.ints(1, 70, least=1, most=3) for _ in range(g.num(1, 4))],),
         calls="ints->int",
     ),
 )

@@ -4,10 +4,19 @@ from __future__ import annotations
 
 from etude.tasks.katas.family import PREFIXES, SHORT, family, ints
 
+_FUSE = """\
+$out = []
+for $v, $u in sorted($spans):
+    if $out and $v - $out[-1][1] <= $k:
+        $out[-1] = ($out[-1][0], max($u, $out[-1][1]))
+    else:
+        $out.append(($v, $u))
+return [($v, $u) for $v, $u in $out if $u - $v >= $m]"""
+
 
 def _spans(g, low: int, high: int, most: int = 3) -> list[tuple[int, int]]:
-    starts = [g.int(low, high) for _ in range(g.int(0, most))]
-    return [(a, a + g.int(1, 15)) for a in starts]
+    starts = [g.num(low, high) for _ in range(g.num(0, most))]
+    return [(a, a + g.num(1, 15)) for a in starts]
 
 
 FAMILIES = (
@@ -57,9 +66,9 @@ FAMILIES = (
                 (
                     [c.lo],
                     [c.hi],
-                    [g.int(c.lo + 1, c.hi - 1) for _ in range(c.k)],
-                    [g.int(c.lo + 1, c.hi - 1) for _ in range(c.k + 1)],
-                    [g.pick((c.lo - 1, c.hi + 1, c.hi + 4)), g.int(c.lo, c.hi)],
+                    [g.num(c.lo + 1, c.hi - 1) for _ in range(c.k)],
+                    [g.num(c.lo + 1, c.hi - 1) for _ in range(c.k + 1)],
+                    [g.pick((c.lo - 1, c.hi + 1, c.hi + 4)), g.num(c.lo, c.hi)],
                     [],
                 )
             ),
@@ -83,7 +92,7 @@ FAMILIES = (
             "if not $lo <= $x < $hi:\n    raise ValueError($x)\nreturn $x * $m_up",
             "if not $lo <= $x <= $hi:\n    return None\nreturn $x * $m_up",
         ],
-        lambda g, c: (g.pick((c.lo, c.hi, c.lo - g.int(1, 3), c.hi + g.int(1, 3), g.int(c.lo, c.hi))),),
+        lambda g, c: (g.pick((c.lo, c.hi, c.lo - g.num(1, 3), c.hi + g.num(1, 3), g.num(c.lo, c.hi))),),
         derive=lambda c: {"hi": c.lo + c.w},
     ),
     family(
@@ -112,7 +121,10 @@ FAMILIES = (
         "gap_ok spaced well_apart",
         "xs:ints",
         {"k": ints(2, 20), "m": ints(3, 40)},
-        ["Whether $xs start at $m or more and each is at least $k above the one before.", "True if no $xs is below $m and every step up is $k or more."],
+        [
+            "Whether $xs start at $m or more and each is at least $k above the one before.",
+            "True if no $xs is below $m and every step up is $k or more.",
+        ],
         [
             "return all($v >= $m for $v in $xs) and all($u - $v >= $k for $v, $u in zip($xs, $xs[1:]))",
             "$t = $m - $k\nfor $v in $xs:\n    if $v - $t < $k:\n        return False\n    $t = $v\nreturn True",
@@ -127,14 +139,14 @@ FAMILIES = (
         lambda g, c: (
             g.pick(
                 (
-                    [c.m, c.m + c.k + g.int(1, 5)],
-                    [c.m + (t := g.int(1, 9)), c.m + t + c.k],
-                    [c.m - g.int(1, 2), c.m + c.k + 3],
+                    [c.m, c.m + c.k + g.num(1, 5)],
+                    [c.m + (t := g.num(1, 9)), c.m + t + c.k],
+                    [c.m - g.num(1, 2), c.m + c.k + 3],
                     [c.m + 3, c.m + 3 + c.k - 1],
                     [c.m + 2 * c.k, c.m + 1],
                     [c.m],
-                    [c.m - g.int(1, 3)],
-                    [c.m + 1, c.m + 2 + c.k, c.m + 3 + 2 * c.k + g.int(-3, 3)],
+                    [c.m - g.num(1, 3)],
+                    [c.m + 1, c.m + 2 + c.k, c.m + 3 + 2 * c.k + g.num(-3, 3)],
                 )
             ),
         ),
@@ -149,17 +161,11 @@ FAMILIES = (
             "Sort $spans, join those at most $k apart, keep the ones at least $m long.",
             "Join sorted $spans with gaps up to $k; drop results shorter than $m.",
         ],
+        [_FUSE],
         [
-            "$out = []\nfor $v, $u in sorted($spans):\n    if $out and $v - $out[-1][1] <= $k:\n        $out[-1] = ($out[-1][0], max($u, $out[-1][1]))\n"
-            "    else:\n        $out.append(($v, $u))\nreturn [($v, $u) for $v, $u in $out if $u - $v >= $m]",
-        ],
-        [
-            "$out = []\nfor $v, $u in sorted($spans):\n    if $out and $v - $out[-1][1] < $k:\n        $out[-1] = ($out[-1][0], max($u, $out[-1][1]))\n"
-            "    else:\n        $out.append(($v, $u))\nreturn [($v, $u) for $v, $u in $out if $u - $v >= $m]",
-            "$out = []\nfor $v, $u in sorted($spans):\n    if $out and $v - $out[-1][1] <= $k:\n        $out[-1] = ($out[-1][0], $u)\n"
-            "    else:\n        $out.append(($v, $u))\nreturn [($v, $u) for $v, $u in $out if $u - $v >= $m]",
-            "$out = []\nfor $v, $u in sorted($spans):\n    if $out and $v - $out[-1][1] <= $k:\n        $out[-1] = ($out[-1][0], max($u, $out[-1][1]))\n"
-            "    else:\n        $out.append(($v, $u))\nreturn $out",
+            _FUSE.replace("<= $k", "< $k"),
+            _FUSE.replace("max($u, $out[-1][1])", "$u"),
+            _FUSE.replace("[($v, $u) for $v, $u in $out if $u - $v >= $m]", "$out"),
             "return [($v, $u) for $v, $u in sorted($spans) if $u - $v >= $m]",
         ],
         lambda g, c: (
@@ -167,9 +173,9 @@ FAMILIES = (
                 (
                     [(4, 4 + c.m + 5), (5, 5 + c.m)],
                     [(1, 1 + c.m), (1 + c.m + c.k, 3 + 2 * c.m + c.k)],
-                    [(20, 20 + c.m), (g.int(1, 9), 10)],
+                    [(20, 20 + c.m), (g.num(1, 9), 10)],
                     _spans(g, 0, 60),
-                    [(g.int(2, 9), 9 + c.m), (10 + c.m + c.k, 12 + c.m + c.k)],
+                    [(g.num(2, 9), 9 + c.m), (10 + c.m + c.k, 12 + c.m + c.k)],
                 )
             ),
         ),
@@ -195,14 +201,14 @@ FAMILIES = (
             [
                 g.pick(
                     (
-                        (c.lo - g.int(1, 9), c.lo + g.int(1, 9)),
-                        (c.hi - g.int(1, 9), c.hi + g.int(1, 9)),
-                        (c.hi + g.int(1, 5), c.hi + 9),
-                        (c.lo + 1, c.lo + g.int(2, 8)),
-                        (c.lo - 9, c.lo - g.int(2, 8)),
+                        (c.lo - g.num(1, 9), c.lo + g.num(1, 9)),
+                        (c.hi - g.num(1, 9), c.hi + g.num(1, 9)),
+                        (c.hi + g.num(1, 5), c.hi + 9),
+                        (c.lo + 1, c.lo + g.num(2, 8)),
+                        (c.lo - 9, c.lo - g.num(2, 8)),
                     )
                 )
-                for _ in range(g.int(0, 3))
+                for _ in range(g.num(0, 3))
             ],
         ),
         derive=lambda c: {"hi": c.lo + c.w},
@@ -213,7 +219,10 @@ FAMILIES = (
         "inside near_any covers",
         "x:int spans:spans",
         {"k": ints(1, 20), "m": ints(2, 30)},
-        ["Whether $x is in any of $spans started $k earlier and ended $m later, ends included.", "True if some span (a, b) of $spans has a - $k <= $x <= b + $m."],
+        [
+            "Whether $x is in any of $spans started $k earlier and ended $m later, ends included.",
+            "True if some span (a, b) of $spans has a - $k <= $x <= b + $m.",
+        ],
         [
             "return any($v - $k <= $x <= $u + $m for $v, $u in $spans)",
             "for $v, $u in $spans:\n    if $v - $k <= $x <= $u + $m:\n        return True\nreturn False",
@@ -225,7 +234,7 @@ FAMILIES = (
             "return all($v - $k <= $x <= $u + $m for $v, $u in $spans)",
         ],
         lambda g, c: (
-            (x := g.int(20, 60)),
+            (x := g.num(20, 60)),
             g.pick(
                 (
                     [(x + c.k, x + c.k + 4)],
@@ -233,7 +242,7 @@ FAMILIES = (
                     [(x + c.k + 1, x + c.k + 9), (x - c.m - 7, x - c.m - 1)],
                     [],
                     [(x - 3, x + 3), (x + c.k + 5, x + c.k + 8)],
-                    [(x + g.int(1, c.k), x + c.k + 5)],
+                    [(x + g.num(1, c.k), x + c.k + 5)],
                 )
             ),
         ),

@@ -26,6 +26,11 @@ from dataclasses import dataclass
 from types import CodeType, FunctionType, SimpleNamespace
 from typing import Any
 
+
+def _words(text: str) -> tuple[str, ...]:
+    return tuple(text.split())
+
+
 LOCALS: dict[str, tuple[str, ...]] = {
     "v": ("v", "x", "a", "e"),
     "u": ("u", "y", "b", "w"),
@@ -49,10 +54,11 @@ MODULES = {
     "held": ("bits", "trims", "kinds", "flows", "gears"),
 }
 NOUNS = {
-    "train": tuple(
-        ["fees", "ages", "sizes", "marks", "costs", "loads", "times", "cards", "rooms", "seats", "lots", "bags", "jobs", "runs", "hits", "pages", "rows", "notes", "files", "books", "cars", "trips", "days", "tabs", "logs", "tags", "plots", "crops", "orders", "bills", "stamps", "posts"]
+    "train": _words(
+        "fees ages sizes marks costs loads times cards rooms seats lots bags jobs runs hits pages rows notes files books "
+        "cars trips days tabs logs tags plots crops orders bills stamps posts"
     ),
-    "held": tuple(["visits", "tolls", "crates", "berths", "meals", "rents", "stops", "clips", "sheets", "panes"]),
+    "held": _words("visits tolls crates berths meals rents stops clips sheets panes"),
 }
 ARGUMENTS: dict[str, dict[str, tuple[str, ...]]] = {
     "ints": {"train": ("xs", "nums", "vals", "data", "row", "ns", "points", "scores"), "held": ("seq", "values", "counts")},
@@ -105,9 +111,13 @@ def texts(words: str) -> Axis:
 SYMBOLS = texts("- _ . * + ~ # = : / | @ % & ! ^")
 MARKS = texts("-- :: .. -> ++ == || ~~ // ** => -_ ,, :- <> .: =/ +- &. ##")
 LETTERS = texts(" ".join("abcdefghijklmnopqrstuvwxyz"))
-PREFIXES = texts("no- my- the- id: to: log. tmp_ new_ x- re- un- old_ sub- top. key: row: at- in- q_ z. ab- co- ex- up- by- lo- hi- go- do- we-")
+PREFIXES = texts(
+    "no- my- the- id: to: log. tmp_ new_ x- re- un- old_ sub- top. key: row: at- in- q_ z. ab- co- ex- up- by- lo- hi- go- do- we-"
+)
 SHORT = texts("red tea oak sun fox ink bay jet elm ore map cup rye log pin wax den ivy hay gem fig cot ash bow kit yak urn zip owl mud")
-LETTER_SETS = texts("aeiou rst lmn abc xyz bdp fgh krt mno stu aei sdf qwe jkl nrst eio bcd tnl gkp ouy hjm wvz pqr ace bdf imo lrn dgt esu fhk")
+LETTER_SETS = texts(
+    "aeiou rst lmn abc xyz bdp fgh krt mno stu aei sdf qwe jkl nrst eio bcd tnl gkp ouy hjm wvz pqr ace bdf imo lrn dgt esu fhk"
+)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -157,7 +167,7 @@ class Gen:
     def __init__(self, rng: random.Random) -> None:
         self.rng = rng
 
-    def int(self, low: int, high: int) -> int:
+    def num(self, low: int, high: int) -> int:
         return low + int(self.rng.random() * (high - low + 1))
 
     def pick(self, values: Sequence[Any]) -> Any:
@@ -171,19 +181,19 @@ class Gen:
             return mark
         if r < 0.6:
             return mark + (1 if r < 0.475 else -1)
-        return mark + self.int(-spread, spread)
+        return mark + self.num(-spread, spread)
 
     def nears(self, *marks: int, low: int = 0, high: int = 5, spread: int = 12) -> list[int]:
-        return [self.near(*marks, spread=spread) for _ in range(self.int(low, high))]
+        return [self.near(*marks, spread=spread) for _ in range(self.num(low, high))]
 
     def ints(self, low: int, high: int, *, least: int = 0, most: int = 5) -> list[int]:
-        return [self.int(low, high) for _ in range(self.int(least, most))]
+        return [self.num(low, high) for _ in range(self.num(least, most))]
 
     def word(self, letters: str, low: int, high: int) -> str:
-        return "".join(self.pick(letters) for _ in range(self.int(low, high)))
+        return "".join(self.pick(letters) for _ in range(self.num(low, high)))
 
     def words(self, low: int, high: int, *, letters: str = "abcdeknostu", longest: int = 4) -> list[str]:
-        return [self.word(letters, 1, longest) for _ in range(self.int(low, high))]
+        return [self.word(letters, 1, longest) for _ in range(self.num(low, high))]
 
 
 def family(
@@ -324,4 +334,3 @@ def outcome(function: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
         return function(*arguments)
     except Exception as error:  # a wrong body may raise anything; that is an outcome like any other
         return Raised(error)
-

@@ -32,8 +32,7 @@ FAMILIES = (
         {"k": ints(2, 7), "p": ints(40, 99)},
         ["Split $xs into lists of $k, the last padded with $p.", "Lists of $k consecutive $xs; fill the last with $p."],
         [
-            "$out = [$xs[$i:$i + $k] for $i in range(0, len($xs), $k)]\n"
-            "if $out:\n    $out[-1] += [$p] * ($k - len($out[-1]))\nreturn $out",
+            "$out = [$xs[$i:$i + $k] for $i in range(0, len($xs), $k)]\nif $out:\n    $out[-1] += [$p] * ($k - len($out[-1]))\nreturn $out",
             "$t = $xs + [$p] * (-len($xs) % $k)\nreturn [$t[$i:$i + $k] for $i in range(0, len($t), $k)]",
         ],
         [
@@ -42,7 +41,7 @@ FAMILIES = (
             "$t = $xs + [$p_up] * (-len($xs) % $k)\nreturn [$t[$i:$i + $k] for $i in range(0, len($t), $k)]",
             "$t = $xs + [$p] * (-len($xs) % $k_up)\nreturn [$t[$i:$i + $k_up] for $i in range(0, len($t), $k_up)]",
         ],
-        lambda g, c: ([g.int(0, 30) for _ in range(g.pick((0, 1, c.k - 1, c.k, c.k + 1, g.int(2, 7))))],),
+        lambda g, c: ([g.num(0, 30) for _ in range(g.pick((0, 1, c.k - 1, c.k, c.k + 1, g.num(2, 7))))],),
     ),
     family(
         "dedupe",
@@ -50,7 +49,10 @@ FAMILIES = (
         "dedupe unique once",
         "xs:ints",
         {"k": ints(3, 50), "m": ints(2, 9)},
-        ["Distinct $xs above $k in first-seen order, each times $m.", "Drop repeats and anything up to $k from $xs, keep order, multiply by $m."],
+        [
+            "Distinct $xs above $k in first-seen order, each times $m.",
+            "Drop repeats and anything up to $k from $xs, keep order, multiply by $m.",
+        ],
         [
             "return [$v * $m for $v in dict.fromkeys($xs) if $v > $k]",
             "$out = []\nfor $v in $xs:\n    if $v > $k and $v * $m not in $out:\n        $out.append($v * $m)\nreturn $out",
@@ -85,8 +87,8 @@ FAMILIES = (
             g.pick(
                 (
                     [c.m - c.k + 1] + [1] * (c.k - 1) + [0],
-                    [c.m + 1] * g.int(1, c.k + 1),
-                    [g.int(0, 2 * c.m // c.k + 2) for _ in range(g.int(2, 6))],
+                    [c.m + 1] * g.num(1, c.k + 1),
+                    [g.num(0, 2 * c.m // c.k + 2) for _ in range(g.num(2, 6))],
                 )
             ),
         ),
@@ -108,7 +110,7 @@ FAMILIES = (
             "return [$m if $i % $k_up == 0 else $v for $i, $v in enumerate($xs, 1)]",
             "return [$m if $i == $k else $v for $i, $v in enumerate($xs, 1)]",
         ],
-        lambda g, c: ([g.int(0, 20) for _ in range(g.pick((0, 1, c.k, 2 * c.k, c.k + 1, 6)))],),
+        lambda g, c: ([g.num(0, 20) for _ in range(g.pick((0, 1, c.k, 2 * c.k, c.k + 1, 6)))],),
     ),
     family(
         "top",
@@ -127,7 +129,7 @@ FAMILIES = (
             "return sorted([$v for $v in $xs if $v > $m], reverse=True)[:$k_up]",
             "return sorted($xs, reverse=True)[:$k]",
         ],
-        lambda g, c: (g.pick((g.nears(c.m, low=1, high=3), [c.m + g.int(1, 20) for _ in range(c.k + 2)], g.nears(c.m, c.m + 9, low=3))),),
+        lambda g, c: (g.pick((g.nears(c.m, low=1, high=3), [c.m + g.num(1, 20) for _ in range(c.k + 2)], g.nears(c.m, c.m + 9, low=3))),),
     ),
     family(
         "runs",
@@ -135,7 +137,10 @@ FAMILIES = (
         "runs running build_up",
         "xs:ints",
         {"k": ints(20, 60), "m": ints(1, 19)},
-        ["Running totals of $xs from $m; after one above $k start from $m again.", "Totals so far of $xs, starting at $m and reset to $m once over $k."],
+        [
+            "Running totals of $xs from $m; after one above $k start from $m again.",
+            "Totals so far of $xs, starting at $m and reset to $m once over $k.",
+        ],
         [
             "$out = []\n$t = $m\nfor $v in $xs:\n    $t += $v\n    $out.append($t)\n    if $t > $k:\n        $t = $m\nreturn $out",
         ],
@@ -146,7 +151,7 @@ FAMILIES = (
             "$out = []\n$t = 0\nfor $v in $xs:\n    $t += $v\n    $out.append($t)\n    if $t > $k:\n        $t = $m\nreturn $out",
         ],
         lambda g, c: (
-            g.pick(([c.k - c.m, 2, 3], [c.k - c.m + 1, g.int(1, 9)], [g.int(c.k, c.k + 9), g.int(1, 9), 1], g.ints(1, 20, most=4))),
+            g.pick(([c.k - c.m, 2, 3], [c.k - c.m + 1, g.num(1, 9)], [g.num(c.k, c.k + 9), g.num(1, 9), 1], g.ints(1, 20, most=4))),
         ),
     ),
     family(
@@ -155,7 +160,10 @@ FAMILIES = (
         "pad fill_up stretch",
         "xs:ints",
         {"k": ints(2, 6), "p": ints(40, 99)},
-        ["Pad $xs with $p on the left to $k items; cut longer ones to the last $k.", "The last $k of $xs, filled with $p in front when there are fewer."],
+        [
+            "Pad $xs with $p on the left to $k items; cut longer ones to the last $k.",
+            "The last $k of $xs, filled with $p in front when there are fewer.",
+        ],
         [
             "return [$p] * ($k - len($xs)) + $xs[-$k:]",
             "$out = $xs[-$k:]\nwhile len($out) < $k:\n    $out = [$p] + $out\nreturn $out",
@@ -166,7 +174,7 @@ FAMILIES = (
             "return [$p] * ($k - len($xs)) + $xs[:$k]",
             "return [$p] * ($k_up - len($xs)) + $xs[-$k_up:]",
         ],
-        lambda g, c: ([g.int(0, 30) for _ in range(g.pick((0, 1, c.k - 1, c.k, c.k + 1, c.k + 2)))],),
+        lambda g, c: ([g.num(0, 30) for _ in range(g.pick((0, 1, c.k - 1, c.k, c.k + 1, c.k + 2)))],),
     ),
     family(
         "split_low",

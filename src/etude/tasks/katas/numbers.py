@@ -11,7 +11,11 @@ FAMILIES = (
         "clip_sum sum_clip capped_sum",
         "xs:ints",
         {"lo": ints(1, 20), "w": ints(8, 47)},
-        ["Sum of $xs, each limited to $lo..$hi.", "Limit each of $xs to $lo..$hi and return the sum.", "Total of $xs after clipping to $lo..$hi."],
+        [
+            "Sum of $xs, each limited to $lo..$hi.",
+            "Limit each of $xs to $lo..$hi and return the sum.",
+            "Total of $xs after clipping to $lo..$hi.",
+        ],
         [
             "return sum(min(max($v, $lo), $hi) for $v in $xs)",
             "$out = 0\nfor $v in $xs:\n    $out += max($lo, min($hi, $v))\nreturn $out",
@@ -52,7 +56,11 @@ FAMILIES = (
         "count_in in_band num_in",
         "xs:ints",
         {"lo": ints(1, 30), "w": ints(5, 40)},
-        ["Count the $xs that are at least $lo and below $hi.", "How many $xs have $lo <= value < $hi.", "Number of $xs from $lo up to but not $hi."],
+        [
+            "Count the $xs that are at least $lo and below $hi.",
+            "How many $xs have $lo <= value < $hi.",
+            "Number of $xs from $lo up to but not $hi.",
+        ],
         [
             "return sum($lo <= $v < $hi for $v in $xs)",
             "return len([$v for $v in $xs if $lo <= $v < $hi])",
@@ -105,7 +113,7 @@ FAMILIES = (
             "return max(($x // $k + 1) * $k, $m)",
             "return min(-(-$x // $k) * $k, $m)",
         ],
-        lambda g, c: (g.pick((g.int(0, 150), c.k * g.int(1, 12), c.m, g.int(80, 99))),),
+        lambda g, c: (g.pick((g.num(0, 150), c.k * g.num(1, 12), c.m, g.num(80, 99))),),
         sig="int->int",
     ),
     family(
@@ -148,7 +156,7 @@ FAMILIES = (
             "if len($xs) < 2:\n    return $d\nreturn min($k, max($u - $v for $v, $u in zip($xs, $xs[1:])))",
             "if not $xs:\n    return $d\nreturn min($k, max($xs) - min($xs))",
         ],
-        lambda g, c: ([g.int(0, c.k + 20) // g.pick((1, 1, 3)) for _ in range(g.int(0, 4))],),
+        lambda g, c: ([g.num(0, c.k + 20) // g.pick((1, 1, 3)) for _ in range(g.num(0, 4))],),
         sig="ints->int",
     ),
     family(
@@ -188,7 +196,7 @@ FAMILIES = (
             "return min($xs, key=lambda $v: (abs($v - $k), $v), default=$d_up)",
             "return max($xs, key=lambda $v: (abs($v - $k), $v), default=$d)",
         ],
-        lambda g, c: (g.pick(([], [c.k + 3, c.k - 3], [c.k + (t := g.int(1, 9)), c.k - t, g.int(0, 90)], g.nears(c.k, low=1, high=4))),),
+        lambda g, c: (g.pick(([], [c.k + 3, c.k - 3], [c.k + (t := g.num(1, 9)), c.k - t, g.num(0, 90)], g.nears(c.k, low=1, high=4))),),
         sig="ints->int",
     ),
     family(
@@ -208,7 +216,7 @@ FAMILIES = (
             "return len(str($x)) * $k % $m",
             "return int(str($x)[0]) * $k % $m",
         ],
-        lambda g, c: (g.int(100, 99999),),
+        lambda g, c: (g.num(100, 99999),),
     ),
     family(
         "weighted",
@@ -232,7 +240,7 @@ FAMILIES = (
         ],
         lambda g, c: (
             (xs := g.ints(1, 30, least=1, most=3)),
-            [0] * len(xs) if g.rng.random() < 0.3 else [g.int(1, 9) for _ in xs],
+            [0] * len(xs) if g.rng.random() < 0.3 else [g.num(1, 9) for _ in xs],
         ),
     ),
     family(
@@ -252,7 +260,7 @@ FAMILIES = (
             "return $a * min($x, $t0) + $b * max($x - $t0_up, 0)",
             "return $b * min($x, $t0) + $a * max($x - $t0, 0)",
         ],
-        lambda g, c: (g.pick((g.int(0, c.t0), c.t0, c.t0 + 1, c.t0 + g.int(1, 30))),),
+        lambda g, c: (g.pick((g.num(0, c.t0), c.t0, c.t0 + 1, c.t0 + g.num(1, 30))),),
         sig="int->int",
     ),
     family(
@@ -292,7 +300,7 @@ FAMILIES = (
             "return $x // $k + 1 + $m",
             "return -(-$x // $k) - $m",
         ],
-        lambda g, c: (g.pick((g.int(0, 120), c.k * g.int(1, 9), c.k * g.int(1, 5) + 1)),),
+        lambda g, c: (g.pick((g.num(0, 120), c.k * g.num(1, 9), c.k * g.num(1, 5) + 1)),),
         sig="int->int",
     ),
 )

@@ -27,9 +27,7 @@ from etude.tasks.katas.family import Drawn, Family, Gen, Raised, callable_for, f
 VERSION = "1"
 """Part of every seed: raise it when anything here changes what a seed gives."""
 
-FAMILIES: dict[str, Family] = {
-    f.name: f for module in (numbers, lists, text, parse, tables, state, checks, calls) for f in module.FAMILIES
-}
+FAMILIES: dict[str, Family] = {f.name: f for module in (numbers, lists, text, parse, tables, state, checks, calls) for f in module.FAMILIES}
 UNSEEN_FAMILIES: tuple[str, ...] = (
     "fee",
     "mean_kept",
@@ -309,7 +307,7 @@ def _function_name(rng: random.Random, family: Family, part: str, taken: set[str
 def _write(rng: random.Random, choice: Drawn, module: str, path: str, line: str) -> Kata:
     family, words, name = choice.family, choice.words, choice.name
     depth = 8 if family.frame else 4
-    said = words | {k: repr(v) for k, v in choice.constants.items() if not callable(v)}
+    said = dict(words) | {k: repr(v) for k, v in choice.constants.items() if not callable(v)}
     doc = fill(rng.choice(family.docs), said)
     arguments = [words[a] for a, _ in family.args]
     body = indent(fill(rng.choice(family.body), words), depth)
@@ -345,7 +343,6 @@ def _with_cases(kata: Kata, visible: tuple[Case, ...]) -> Kata:
 
 class _Indistinct(Exception):
     """No cases tell every wrong body from the right one."""
-
 
 
 def _choose(choice: Drawn, right: Callable[..., Any], rng: random.Random, *, count: int, avoid: set[str]) -> tuple[Case, ...]:

@@ -13,7 +13,8 @@ FAMILIES = (
         {"a": MARKS, "b": SYMBOLS, "m": ints(2, 9)},
         ["Dict from $s: items split at $a, key and number split at $b, number times $m; skip items without $b."],
         [
-            "$out = {}\nfor $v in $s.split($a):\n    if $b in $v:\n        $i, $u = $v.split($b)\n        $out[$i] = int($u) * $m\nreturn $out",
+            "$out = {}\nfor $v in $s.split($a):\n    if $b in $v:\n        $i, $u = $v.split($b)\n"
+            "        $out[$i] = int($u) * $m\nreturn $out",
             "$t = [$v.split($b) for $v in $s.split($a) if $b in $v]\nreturn {$i: int($u) * $m for $i, $u in $t}",
         ],
         [
@@ -23,7 +24,7 @@ FAMILIES = (
             "$t = [$v.split($b) for $v in $s.split($a) if $b in $v]\nreturn {$i: int($u) * $m_up for $i, $u in $t}",
         ],
         lambda g, c: (
-            c.a.join(g.word("abcdk", 1, 2) + (c.b + str(g.int(1, 30)) if g.rng.random() < 0.75 else "") for _ in range(g.int(0, 3))),
+            c.a.join(g.word("abcdk", 1, 2) + (c.b + str(g.num(1, 30)) if g.rng.random() < 0.75 else "") for _ in range(g.num(0, 3))),
         ),
     ),
     family(
@@ -43,7 +44,7 @@ FAMILIES = (
             "if $s.endswith($c):\n    return int($s[:-1]) * $k_up\nreturn int($s)",
             "if $s.endswith($c):\n    return int($s[:-1]) + $k\nreturn int($s)",
         ],
-        lambda g, c: (str(g.int(3, 99)) + g.pick(("", c.c)),),
+        lambda g, c: (str(g.num(3, 99)) + g.pick(("", c.c)),),
     ),
     family(
         "clock",
@@ -53,7 +54,7 @@ FAMILIES = (
         {"c": SYMBOLS, "k": ints(7, 60)},
         ["$s is a or a, $c, b: return a times $k plus b, b being 0 if missing.", "Split $s at $c into a and maybe b; return a * $k + b."],
         [
-            '$i, $t, $u = $s.partition($c)\nreturn int($i) * $k + int($u or 0)',
+            "$i, $t, $u = $s.partition($c)\nreturn int($i) * $k + int($u or 0)",
             "$t = [int($v) for $v in $s.split($c)]\nreturn $t[0] * $k + sum($t[1:])",
         ],
         [
@@ -62,7 +63,7 @@ FAMILIES = (
             "$i, $t, $u = $s.partition($c)\nreturn int($i) * $k_up + int($u or 0)",
             "$i, $t, $u = $s.partition($c)\nreturn int($i) * $k",
         ],
-        lambda g, c: (g.pick((str(g.int(1, 30)), f"{g.int(0, 30)}{c.c}{g.int(1, 59)}")),),
+        lambda g, c: (g.pick((str(g.num(1, 30)), f"{g.num(0, 30)}{c.c}{g.num(1, 59)}")),),
     ),
     family(
         "to_int",
@@ -81,7 +82,9 @@ FAMILIES = (
             "return int($s) * $k if $s.isdigit() else 0",
             "return int($s) * $k if $s.isdigit() else $d * $k",
         ],
-        lambda g, c: (g.pick((str(g.int(1, 99)), str(g.int(1, 9)), "", "x" + str(g.int(1, 9)), "-" + str(g.int(1, 9)), g.word("abc", 1, 3))),),
+        lambda g, c: (
+            g.pick((str(g.num(1, 99)), str(g.num(1, 9)), "", "x" + str(g.num(1, 9)), "-" + str(g.num(1, 9)), g.word("abc", 1, 3))),
+        ),
     ),
     family(
         "part_at",
@@ -89,7 +92,10 @@ FAMILIES = (
         "part_at field nth_part",
         "s:str",
         {"k": ints(1, 3), "c": SYMBOLS, "d": SHORT},
-        ["Part $k (from 0) of $s split at $c, stripped; $d if there is none.", "Split $s at $c and return part $k, counting from 0, without outer spaces, else $d."],
+        [
+            "Part $k (from 0) of $s split at $c, stripped; $d if there is none.",
+            "Split $s at $c and return part $k, counting from 0, without outer spaces, else $d.",
+        ],
         [
             "$t = $s.split($c)\nreturn $t[$k].strip() if len($t) > $k else $d",
             "$out = $s.split($c)\nif len($out) <= $k:\n    return $d\nreturn $out[$k].strip()",

@@ -6,7 +6,7 @@ from etude.tasks.katas.family import SHORT, family, ints
 
 
 def _table(g, low: int, high: int, most: int = 3) -> dict[str, int]:
-    return {g.pick("abcde"): g.int(low, high) for _ in range(g.int(0, most))}
+    return {g.pick("abcde"): g.num(low, high) for _ in range(g.num(0, most))}
 
 
 FAMILIES = (
@@ -36,7 +36,10 @@ FAMILIES = (
         "merge combine add_up",
         "tab:dict tab2:dict2",
         {"k": ints(10, 50), "m": ints(1, 9)},
-        ["Add $tab2 to $tab by key, a missing key counting $m; keep totals of at least $k.", "Totals of $tab and $tab2 by key (missing: $m), without those below $k."],
+        [
+            "Add $tab2 to $tab by key, a missing key counting $m; keep totals of at least $k.",
+            "Totals of $tab and $tab2 by key (missing: $m), without those below $k.",
+        ],
         [
             "$t = {$v: $tab.get($v, $m) + $tab2.get($v, $m) for $v in $tab | $tab2}\nreturn {$v: $u for $v, $u in $t.items() if $u >= $k}",
             "$out = {}\nfor $v in set($tab) | set($tab2):\n    $t = $tab.get($v, $m) + $tab2.get($v, $m)\n"
@@ -49,7 +52,7 @@ FAMILIES = (
             "return {$v: $tab.get($v, $m) + $tab2.get($v, $m) for $v in $tab | $tab2}",
         ],
         lambda g, c: (
-            ({"a": c.k - 5, "b": g.int(0, 60)}, {"a": 5, "c": c.k - g.int(0, 3)})
+            ({"a": c.k - 5, "b": g.num(0, 60)}, {"a": 5, "c": c.k - g.num(0, 3)})
             if g.rng.random() < 0.4
             else (_table(g, c.k - 9, c.k + 9, 2), _table(g, c.k - 9, c.k + 9, 2))
         ),
@@ -90,7 +93,7 @@ FAMILIES = (
             "return min(sum($tab.get($v, $k) for $v in set($ws)), $m)",
             "return min(sum($tab.get($v, $k) for $v in $ws), $m_up)",
         ],
-        lambda g, c: ([g.pick("abc") for _ in range(g.int(0, 3))], {"a": g.int(1, 9), "b": g.pick((g.int(1, 20), c.m))}),
+        lambda g, c: ([g.pick("abc") for _ in range(g.num(0, 3))], {"a": g.num(1, 9), "b": g.pick((g.num(1, 20), c.m))}),
     ),
     family(
         "best_key",
@@ -98,7 +101,10 @@ FAMILIES = (
         "best_key leader winner",
         "tab:dict",
         {"k": ints(5, 60), "p": SHORT},
-        ["Key of the largest value of $tab above $k, the first by name on a tie; else $p.", "Name with the highest value over $k in $tab (ties: alphabetical), or $p."],
+        [
+            "Key of the largest value of $tab above $k, the first by name on a tie; else $p.",
+            "Name with the highest value over $k in $tab (ties: alphabetical), or $p.",
+        ],
         [
             "$t = [$v for $v in sorted($tab) if $tab[$v] > $k]\nreturn max($t, key=$tab.get, default=$p)",
             "$out = [(-$u, $v) for $v, $u in $tab.items() if $u > $k]\nreturn min($out)[1] if $out else $p",
@@ -112,9 +118,9 @@ FAMILIES = (
         lambda g, c: (
             g.pick(
                 (
-                    {"c": (t := c.k + g.int(1, 9)), "a": t},
+                    {"c": (t := c.k + g.num(1, 9)), "a": t},
                     {"b": c.k},
-                    {"a": c.k + 8, "c": c.k + g.int(1, 5)},
+                    {"a": c.k + 8, "c": c.k + g.num(1, 5)},
                     _table(g, c.k - 9, c.k + 15),
                 )
             ),

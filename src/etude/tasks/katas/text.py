@@ -8,6 +8,32 @@ ABC = "abcdefghijklmnopqrstuvwxyz"
 _PAIRS = Axis(train=("()", "[]", "{}", "<>"), held=("()", "[]", "{}", "<>"))
 
 
+_SHIFT = """\
+$out = ""
+for $v in $s:
+    if "a" <= $v <= "z":
+        $out += chr((ord($v) - 97 + $k) % 26 + 97)
+    else:
+        $out += $c
+return $out"""
+_DEPTH = """\
+$t = $out = 0
+for $v in $s:
+    $t += ($v == $o) - ($v == $c)
+    if $t < 0:
+        return $d
+    $out = max($out, $t)
+return $out if $t == 0 else $d"""
+_RUNS = """\
+$out = []
+for $v in $s:
+    if $out and $out[-1][0] == $v:
+        $out[-1][1] += 1
+    else:
+        $out.append([$v, 1])
+return $c.join($v + $z + str($u) for $v, $u in $out if $u >= $m_up)"""
+
+
 def _with_set(g, letters: str) -> str:
     return g.word(letters + "abcdeijop", 0, 6)
 
@@ -19,18 +45,16 @@ FAMILIES = (
         "caesar shift_text encode",
         "s:str",
         {"k": ints(1, 25), "c": SYMBOLS},
-        ["Shift the letters a-z of $s by $k, wrapping round; other characters become $c.", "Move a-z in $s forward by $k (z wraps to a), all else to $c."],
         [
-            '$out = ""\nfor $v in $s:\n    if "a" <= $v <= "z":\n        $out += chr((ord($v) - 97 + $k) % 26 + 97)\n'
-            "    else:\n        $out += $c\nreturn $out",
+            "Shift the letters a-z of $s by $k, wrapping round; other characters become $c.",
+            "Move a-z in $s forward by $k (z wraps to a), all else to $c.",
         ],
+        [_SHIFT],
         [
-            '$out = ""\nfor $v in $s:\n    if "a" <= $v <= "z":\n        $out += chr(ord($v) + $k)\n    else:\n        $out += $c\nreturn $out',
-            '$out = ""\nfor $v in $s:\n    if "a" <= $v <= "z":\n        $out += chr((ord($v) - 97 + $k_up) % 26 + 97)\n'
-            "    else:\n        $out += $c\nreturn $out",
-            '$out = ""\nfor $v in $s:\n    if "a" <= $v <= "z":\n        $out += chr((ord($v) - 97 + $k) % 26 + 97)\n'
-            "    else:\n        $out += $v\nreturn $out",
-            '$out = ""\nfor $v in $s:\n    if "a" <= $v <= "z":\n        $out += chr((ord($v) - 97 + $k) % 26 + 97)\nreturn $out',
+            _SHIFT.replace("(ord($v) - 97 + $k) % 26 + 97", "ord($v) + $k"),
+            _SHIFT.replace("$k", "$k_up"),
+            _SHIFT.replace("+= $c", "+= $v"),
+            _SHIFT.replace("\n    else:\n        $out += $c", ""),
         ],
         lambda g, c: (g.word("abmxyz ?", 0, 5),),
         sig="str->str",
@@ -62,7 +86,10 @@ FAMILIES = (
         "mask hide cover",
         "s:str",
         {"k": ints(2, 7), "c": SYMBOLS, "p": PREFIXES},
-        ["Replace all but the last $k characters of $s by $c, then put $p in front.", "$p, then $s with only its last $k characters shown, the others as $c."],
+        [
+            "Replace all but the last $k characters of $s by $c, then put $p in front.",
+            "$p, then $s with only its last $k characters shown, the others as $c.",
+        ],
         [
             "return $p + $c * (len($s) - $k) + $s[-$k:]",
             "$out = $s[-$k:]\nreturn $p + $c * (len($s) - len($out)) + $out",
@@ -82,7 +109,10 @@ FAMILIES = (
         "cut shorten clip_text",
         "s:str",
         {"k": ints(3, 15), "p": MARKS},
-        ["$s cut to $k characters and followed by $p if it was longer.", "The first $k characters of $s plus $p; shorter text stays as it is."],
+        [
+            "$s cut to $k characters and followed by $p if it was longer.",
+            "The first $k characters of $s plus $p; shorter text stays as it is.",
+        ],
         [
             "return $s if len($s) <= $k else $s[:$k] + $p",
             "if len($s) > $k:\n    return $s[:$k] + $p\nreturn $s",
@@ -121,20 +151,17 @@ FAMILIES = (
         "s:str",
         {"pair": _PAIRS, "d": ints(20, 80)},
         ["Deepest nesting of $o $c in $s, or $d if they do not balance.", "How deep $o and $c nest in $s; $d when unbalanced."],
+        [_DEPTH],
         [
-            "$t = $out = 0\nfor $v in $s:\n    $t += ($v == $o) - ($v == $c)\n    if $t < 0:\n        return $d\n"
-            "    $out = max($out, $t)\nreturn $out if $t == 0 else $d",
-        ],
-        [
-            "$t = $out = 0\nfor $v in $s:\n    $t += ($v == $o) - ($v == $c)\n    $out = max($out, $t)\nreturn $out if $t == 0 else $d",
-            "$t = $out = 0\nfor $v in $s:\n    $t += ($v == $o) - ($v == $c)\n    if $t < 0:\n        return $d\n"
-            "    $out = max($out, $t)\nreturn $out",
+            _DEPTH.replace("\n    if $t < 0:\n        return $d", ""),
+            _DEPTH.replace("$out if $t == 0 else $d", "$out"),
             "return $s.count($o) if $s.count($o) == $s.count($c) else $d",
-            "$t = $out = 0\nfor $v in $s:\n    $t += ($v == $o) - ($v == $c)\n    if $t < 0:\n        return $d_up\n"
-            "    $out = max($out, $t)\nreturn $out if $t == 0 else $d_up",
+            _DEPTH.replace("$d", "$d_up"),
         ],
         lambda g, c: (
-            g.pick(("", "()", "(a)(b)", "((a)b)", "(()", "())", ")(", "a)(b", "(()())", "x(y)", "((()))", "(a", "b)", "()()", "(()a)()")).replace("(", c.o).replace(")", c.c),
+            g.pick(("", "()", "(a)(b)", "((a)b)", "(()", "())", ")(", "a)(b", "(()())", "x(y)", "((()))", "(a", "b)", "()()", "(()a)()"))
+            .replace("(", c.o)
+            .replace(")", c.c),
         ),
         derive=lambda c: {"o": c.pair[0], "c": c.pair[1]},
     ),
@@ -168,20 +195,14 @@ FAMILIES = (
             "Runs of equal characters of $s as character, $z and length, joined by $c; runs under $m_up are dropped.",
             "Join with $c each run of $s of at least $m_up, written as its character, $z, its length.",
         ],
+        [_RUNS],
         [
-            "$out = []\nfor $v in $s:\n    if $out and $out[-1][0] == $v:\n        $out[-1][1] += 1\n    else:\n        $out.append([$v, 1])\n"
-            "return $c.join($v + $z + str($u) for $v, $u in $out if $u >= $m_up)",
-        ],
-        [
-            "$out = []\nfor $v in $s:\n    if $out and $out[-1][0] == $v:\n        $out[-1][1] += 1\n    else:\n        $out.append([$v, 1])\n"
-            "return $c.join($v + $z + str($u) for $v, $u in $out)",
-            "$out = []\nfor $v in $s:\n    if $out and $out[-1][0] == $v:\n        $out[-1][1] += 1\n    else:\n        $out.append([$v, 1])\n"
-            "return $c.join($v + $z + str($u) for $v, $u in $out if $u > $m_up)",
-            "$out = []\nfor $v in $s:\n    if $out and $out[-1][0] == $v:\n        $out[-1][1] += 1\n    else:\n        $out.append([$v, 1])\n"
-            "return $c.join($v + str($u) for $v, $u in $out if $u >= $m_up)",
+            _RUNS.replace(" if $u >= $m_up", ""),
+            _RUNS.replace(">= $m_up", "> $m_up"),
+            _RUNS.replace("$v + $z + str", "$v + str"),
             "return $c.join($v + $z + str($s.count($v)) for $v in dict.fromkeys($s) if $s.count($v) >= $m_up)",
         ],
-        lambda g, c: ("".join(g.pick("abc") * g.int(1, 4) for _ in range(g.int(0, 3))),),
+        lambda g, c: ("".join(g.pick("abc") * g.num(1, 4) for _ in range(g.num(0, 3))),),
     ),
     family(
         "roman",
@@ -194,7 +215,7 @@ FAMILIES = (
             "Add up $s with $o as $a and $p as $b; an $o right before $p counts minus.",
         ],
         [
-            "$out = 0\nfor $i, $v in enumerate($s):\n    if $v == $p:\n        $out += $b\n    else:\n"
+            "$out = 0\nfor $i, $v in enumerate($s):\n    if $v == $p:\n        $out += $b\n    elif $v == $o:\n"
             "        $out += -$a if $s[$i + 1:$i + 2] == $p else $a\nreturn $out",
             "$t = $s.count($o + $p)\nreturn $a * $s.count($o) + $b * $s.count($p) - 2 * $a * $t",
         ],
@@ -204,7 +225,7 @@ FAMILIES = (
             "$t = $s.count($p + $o)\nreturn $a * $s.count($o) + $b * $s.count($p) - 2 * $a * $t",
             "$t = $s.count($o + $p)\nreturn $b * $s.count($o) + $a * $s.count($p) - 2 * $a * $t",
         ],
-        lambda g, c: (g.word(c.o + c.p, 0, 5),),
+        lambda g, c: (g.word(c.o + c.p + c.o + c.p + "0", 0, 5),),
         derive=lambda c: {"p": ABC[(ABC.index(c.o) + c.shift) % 26]},
     ),
     family(
@@ -233,7 +254,10 @@ FAMILIES = (
         "ends wrap_in edge",
         "s:str",
         {"p": PREFIXES, "q": MARKS},
-        ["$s with $p in front unless it starts so, and $q at the end unless it ends so.", "Make $s start with $p and end with $q, adding what is missing."],
+        [
+            "$s with $p in front unless it starts so, and $q at the end unless it ends so.",
+            "Make $s start with $p and end with $q, adding what is missing.",
+        ],
         [
             "if not $s.startswith($p):\n    $s = $p + $s\nif not $s.endswith($q):\n    $s += $q\nreturn $s",
             '$t = "" if $s.startswith($p) else $p\n$out = "" if $s.endswith($q) else $q\nreturn $t + $s + $out',
