@@ -45,14 +45,15 @@ KINDS: dict[str, tuple[str, ...]] = {
 class EventLog:
     """Appends events to a file, one whole line per write."""
 
-    def __init__(self, path: Path, *, clock: bool = True) -> None:
+    def __init__(self, path: Path, *, clock: bool = True, since: float | None = None) -> None:
+        """`since` is the monotonic time that counts as the start; now when it is not given."""
         self.path = path
         self._clock = clock
         path.parent.mkdir(parents=True, exist_ok=True)
         self._count, self._last_t, size = _whole_lines(path)
         self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
         os.ftruncate(self._file, size)
-        self._t0 = time.monotonic() - self._last_t
+        self._t0 = (time.monotonic() if since is None else since) - self._last_t
 
     def write(self, kind: str, **fields: Any) -> None:
         """Append one event. Fields must be JSON types and include those the kind requires."""

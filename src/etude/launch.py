@@ -236,7 +236,7 @@ def _scores(answer: dict[str, Any]) -> str:
 def check(*, run: str) -> int:
     """Replay the event log of a run and say whether it kept its promises."""
     report = check_run(Path(run))
-    print(report)
+    print(report.text())
     return 0 if report.ok else 1
 
 

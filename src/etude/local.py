@@ -26,16 +26,16 @@ import socket
 import struct
 import subprocess
 import sys
+import time
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
 
-from etude.errors import DeadlineError, InfraError
+from etude.errors import DeadlineError, InfraError, IntegrityError
 from etude.parts import Run, RunConfig, make_engine, make_trainer, model_folder
-from etude.protocols import SandboxHost
+from etude.protocols import Engine, Trainer
 from etude.rollout import checkpoint
 from etude.sandbox.open import open_host
-from etude.trainer.config import RLConfig
 
 _HEADER = struct.Struct("<Q")
 START_S = 120.0
@@ -166,44 +166,54 @@ async def open_run(
     evaluating: Callable[[str, int, int], None] | None = None,
 ) -> tuple[Run, Usage]:
     """Start the parts of a run, in order, and wire them. `resume` is a checkpoint folder of this run."""
-    host = open_host(config.sandbox.backend, unsafe=config.sandbox.unsafe)
+    since = time.monotonic()
     state = checkpoint.read(resume) if resume else None
     lineage = state.lineage + 1 if state else 0
-    model = model_folder(config.model)
-    train = dict(
-        folder=str(model), trainer=_as(config.trainer, config), store=str(folder / "weights"), data=(f"katas seed {config.tasks.seed}",)
-    )
-    serve = dict(folder=str(resume / "model" if resume else model), engine=config.engine, numerics=config.numerics, version=None)
-    if config.processes == "one":
-        trainer = make_trainer(**train)
-        version = await trainer.load(resume, lineage) if resume else await trainer.version()
-        engine = make_engine(**serve | {"version": version})
-        pids = []
+    started: list[Any] = [open_host(config.sandbox.backend, unsafe=config.sandbox.unsafe)]
+    try:
+        trainer, engine = await _start_pair(config, folder, resume, lineage, started)
+        if (await engine.version()).key != (await trainer.version()).key:
+            raise IntegrityError(f"the engine starts with {await engine.version()}, the trainer with {await trainer.version()}")
+        given = {"state": state, "watch": watch, "evaluating": evaluating, "since": since}
+        run = Run(config, folder, engine=engine, trainer=trainer, host=started[0], lineage=lineage, **given)
+    except BaseException:
+        await _close(started)
+        raise
+    return run, Usage([os.getpid(), *(pid for part in started if (pid := getattr(part, "pid", None)))])
+
+
+async def _start_pair(config: RunConfig, folder: Path, resume: Path | None, lineage: int, started: list[Any]) -> tuple[Trainer, Engine]:
+    """Trainer and engine, here or in processes of their own; both at once where the engine needs nothing of the trainer."""
+    model = str(model_folder(config.model))
+    trainer_config = dataclasses.replace(config.trainer, numerics=config.numerics)
+    data = (f"katas, seed {config.tasks.seed}",)
+    train = {"folder": model, "trainer": trainer_config, "store": str(folder / "weights"), "data": data}
+    serve = {"folder": str(resume / "model") if resume else model, "engine": config.engine, "numerics": config.numerics, "version": None}
+
+    async def make(name: str, factory: Callable[..., Any], setup: dict[str, Any]) -> Any:
+        here = config.processes == "one"
+        part = factory(**setup) if here else await start(name, f"etude.parts:{factory.__name__}", setup, threads=config.threads)
+        started.append(part)
+        return part
+
+    if resume is None:
+        trainer, engine = await asyncio.gather(make("trainer", make_trainer, train), make("engine", make_engine, serve))
     else:
-        trainer = await start("trainer", "etude.parts:make_trainer", train, threads=config.threads)
-        version = await trainer.load(resume, lineage) if resume else await trainer.version()
-        engine = await start("engine", "etude.parts:make_engine", serve | {"version": version}, threads=config.threads)
-        pids = [trainer.pid, engine.pid]
-    run = Run(config, folder, engine=engine, trainer=trainer, host=host, lineage=lineage, state=state, watch=watch, evaluating=evaluating)
-    return run, Usage([os.getpid(), *pids, *_daemon_pids(host)])
+        trainer = await make("trainer", make_trainer, train)
+        engine = await make("engine", make_engine, serve | {"version": await trainer.load(resume, lineage)})
+    return trainer, engine
 
 
 async def close_run(run: Run) -> None:
     """Close every part, whatever happened to the others."""
-    for part in (run.engine, run.trainer, run.host):
-        with contextlib.suppress(InfraError, asyncio.TimeoutError):
-            await part.close()
+    await _close([run.engine, run.trainer, run.host])
     run.recorder.close()
 
 
-def _as(trainer: RLConfig, config: RunConfig) -> RLConfig:
-    """The trainer computes as the engine does: numerics are set once, for both."""
-    return dataclasses.replace(trainer, numerics=config.numerics, seed=config.seed)
-
-
-def _daemon_pids(host: SandboxHost) -> list[int]:
-    pid = getattr(host, "pid", None)
-    return [pid] if pid else []
+async def _close(parts: list[Any]) -> None:
+    for part in reversed(parts):
+        with contextlib.suppress(InfraError, asyncio.TimeoutError):
+            await part.close()
 
 
 class Usage:

@@ -7,6 +7,7 @@ Run            a run folder with all parts wired, from start or from a checkpoin
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 from collections.abc import Callable
@@ -84,6 +85,14 @@ class RunConfig:
     sandbox: SandboxConfig = SandboxConfig()
     eval: EvalConfig = EvalConfig()
 
+    def __post_init__(self) -> None:
+        """Lockstep means bit-reproducible, so it settles what that needs: numerics that do not depend on the batch, one
+        call at a time, no clock, and no durations or paths in what the policy sees."""
+        if self.loop.schedule == "lockstep":
+            agent = dataclasses.replace(self.agent, max_parallel_calls=1, scrub=True, time_limit_s=0.0)
+            for name, value in (("numerics", "invariant"), ("agent", agent)):
+                object.__setattr__(self, name, value)
+
 
 def model_folder(model: str) -> Path:
     """The folder of a checkpoint given by packaged name or by path."""
@@ -159,11 +168,13 @@ class Run:
         state: checkpoint.RunState | None = None,
         watch: Callable[[dict[str, Any]], None] | None = None,
         evaluating: Callable[[str, int, int], None] | None = None,
+        since: float | None = None,
     ) -> None:
+        """`since` is the monotonic time at which the run began to start its parts."""
         self.config, self.folder, self.lineage = config, folder, lineage
         self.engine, self.trainer, self.host = engine, trainer, host
         self._evaluating = evaluating
-        self.recorder = Recorder(folder, clock=config.loop.schedule == "free", lineage=lineage, watch=watch)
+        self.recorder = Recorder(folder, clock=config.loop.schedule == "free", lineage=lineage, watch=watch, since=since)
         source = model_folder(config.model)
         self.tokenizer = load_tokenizer(source)
         self.renderer = choose_renderer(source, self.tokenizer, config.renderer or None)

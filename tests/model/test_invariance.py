@@ -31,8 +31,8 @@ def test_any_batch_and_any_split_give_the_same_bits(config, make_model, driver, 
     model = make_model(config, "invariant", dtype)
     seqs = sequences(LENGTHS)
     alone = [whole(model, ids) for ids in seqs]
-    for trial in range(3):
-        run = driver(model, seqs, seed=trial, block_size=(16, 32, 64)[trial])
+    for trial in range(2):
+        run = driver(model, seqs, seed=trial, block_size=(16, 64)[trial])
         with torch.inference_mode():
             for pieces in random_pieces(random.Random(trial), LENGTHS):
                 run.feed(pieces)
@@ -44,10 +44,10 @@ def test_any_batch_and_any_split_give_the_same_bits(config, make_model, driver, 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_token_by_token_equals_whole(config, make_model, driver, dtype, threads):
     model = make_model(config, "invariant", dtype)
-    seqs = sequences([70, 33])
+    seqs = sequences([34, 20])
     run = driver(model, seqs)
     with torch.inference_mode():
-        for t in range(70):
+        for t in range(34):
             run.feed([(s, 1) for s in (0, 1) if t < len(seqs[s])])
         for s in (0, 1):
             assert torch.equal(run.logits(s), whole(model, seqs[s])[0])

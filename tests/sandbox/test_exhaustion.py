@@ -61,7 +61,11 @@ def test_without_control_groups_memory_is_polled_and_processes_are_counted(on_fr
         assert (await sandbox.exec(["python", "-c", slow_hog], timeout_s=60)).limit == "memory"
         greedy = "try: x = bytearray(8 * 2**30)\nexcept MemoryError: print('refused')\n"
         assert (await sandbox.exec(["python", "-c", greedy])).output == b"refused\n"
-        forks = "import os, time\nn = 0\ntry:\n    while n < 200:\n        if os.fork() == 0: time.sleep(60); os._exit(0)\n        n += 1\nfinally: print(n, flush=True)\n"
+        forks = (
+            "import os, time\nn = 0\n"
+            "try:\n    while n < 200:\n        if os.fork() == 0: time.sleep(60); os._exit(0)\n        n += 1\n"
+            "finally: print(n, flush=True)\n"
+        )
         result = await sandbox.exec(["python", "-c", forks])
         assert int(result.output.split()[0]) <= 24
         assert (await sandbox.exec(["echo", "alive"])).output == b"alive\n"

@@ -172,11 +172,11 @@ def test_families_in_the_band_are_preferred_and_solved_ones_retire():
     rates = {"clip_sum": [True] * 8, "sum_over": [False] * 8, "clamp": [True, False] * 4, "chunk": [True, False] * 4}
     source = KataSource(KataConfig(families=names, retire_after=6))
     drawn = []
-    for i in range(400):
+    for i in range(240):
         task = source.next()
         drawn.append(task.provenance.family)
         source.feedback(group_of(task, rates[task.provenance.family], i))
-    late = drawn[200:]
+    late = drawn[120:]
     assert source.stats["clip_sum"].retired
     assert late.count("clip_sum") == 0
     assert 0 < late.count("sum_over") < 0.5 * late.count("clamp")
@@ -214,9 +214,9 @@ def test_feedback_of_other_tasks_and_empty_groups_changes_nothing():
 
 def test_a_source_gives_no_duplicates():
     source = KataSource(KataConfig(seed=9))
-    tasks = [source.next() for _ in range(300)]
-    assert len({code_hash(t) for t in tasks}) == 300
-    assert len({t.id for t in tasks}) == 300
+    tasks = [source.next() for _ in range(120)]
+    assert len({code_hash(t) for t in tasks}) == 120
+    assert len({t.id for t in tasks}) == 120
 
 
 def test_shuffled_is_a_permutation():

@@ -79,5 +79,6 @@ async def evaluate(suite: Suite, rollout: Rollout, *, progress: Callable[[int, i
             progress(done, len(suite.tasks))
         return graded
 
-    graded = await asyncio.gather(*(one(i, t) for i, t in enumerate(suite.tasks)))
-    return Result(suite=suite.name, graded=tuple(graded))
+    async with asyncio.TaskGroup() as crew:
+        running = [crew.create_task(one(i, t)) for i, t in enumerate(suite.tasks)]
+    return Result(suite=suite.name, graded=tuple(done.result() for done in running))

@@ -88,8 +88,9 @@ async def _play(config: CorpusConfig, split: str, numbers: range, host: SandboxH
         async with room:
             return await expert_traces(task, kata, host, count=config.traces_per_task, seed=seed, config=config.expert, agent=config.agent)
 
-    played = await asyncio.gather(*(one(n) for n in numbers))
-    return [_plain(trace) for traces in played for trace in traces]
+    async with asyncio.TaskGroup() as crew:
+        playing = [crew.create_task(one(n)) for n in numbers]
+    return [_plain(trace) for done in playing for trace in done.result()]
 
 
 def _plain(trace: Trace) -> dict[str, Any]:

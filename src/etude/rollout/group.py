@@ -17,8 +17,10 @@ from etude.rollout.recorder import Recorder
 
 
 async def roll_group(rollout: Rollout, task: Task, admission: int, admitted_at: Version, seeds: Sequence[int], recorder: Recorder) -> Group:
-    """Run the members at once. Waits for: the slowest member."""
-    results = await asyncio.gather(*(_member(rollout, task, admission, member, seed, recorder) for member, seed in enumerate(seeds)))
+    """Run the members at once. Waits for: the slowest member. (A TaskGroup: when cancelled, gather leaves members behind.)"""
+    async with asyncio.TaskGroup() as crew:
+        rolling = [crew.create_task(_member(rollout, task, admission, member, seed, recorder)) for member, seed in enumerate(seeds)]
+    results = [done.result() for done in rolling]
     members = tuple(r for r in results if isinstance(r, Graded))
     dropped = tuple(r for r in results if isinstance(r, Dropped))
     group = Group(admission=admission, task_id=task.id, admitted_at=admitted_at, members=members, dropped=dropped)

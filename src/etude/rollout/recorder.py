@@ -21,15 +21,20 @@ class Recorder:
     """One per run. `watch` receives every event as a dict, for live progress."""
 
     def __init__(
-        self, folder: Path, *, clock: bool = True, lineage: int = 0, watch: Callable[[dict[str, Any]], None] | None = None
+        self,
+        folder: Path,
+        *,
+        clock: bool = True,
+        lineage: int = 0,
+        watch: Callable[[dict[str, Any]], None] | None = None,
+        since: float | None = None,
     ) -> None:
         self.folder = folder
         self.lineage = lineage
-        self.events = EventLog(folder / "events.jsonl", clock=clock)
+        self.events = EventLog(folder / "events.jsonl", clock=clock, since=since)
         self.shards = ShardWriter(folder / "trajectories")
         self.watch = watch or (lambda event: None)
-        self.started = time.perf_counter()
-        self.ledger: dict[str, float] = {}
+        self.ledger: dict[str, float] = {} if since is None else {"start": time.monotonic() - since}
         self._last: dict[str, float] = {}
 
     def event(self, kind: str, **fields: Any) -> None:

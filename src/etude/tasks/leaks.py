@@ -23,8 +23,8 @@ from dataclasses import dataclass
 from etude.tasks.deletion import Fingerprint, ast_hash, shingles
 
 SHARE = 0.6
-"""Share of the deleted shingles in one file from which it counts as a copy. Over 3,000 kata deletions the largest share
-in an honest file was below it (tests/tasks/test_katas_slow.py prints it)."""
+"""Share of the deleted shingles in one file from which it counts as a copy. Over 2,900 kata deletions the largest share
+in an honest file was 0.20 (tests/tasks/test_katas_slow.py prints it)."""
 LEAST = 6
 """Shingles below which text alone proves nothing: `return self.n` is everywhere."""
 _MAX_UNPACKED = 16 * 2**20
