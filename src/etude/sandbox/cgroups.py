@@ -1,7 +1,8 @@
 """Control groups for memory and process limits, version 1 or 2, whichever this user may write. Standard library only.
 
 One folder `etude-<key>` per sandboxd (the key names its root folder) in each hierarchy used, one folder per sandbox
-inside. Whatever is found under that name when a sandboxd starts was left by one that was killed, and is removed.
+inside. sandboxd writes down where they are (RECORD in its root), because a later one may run in another group and would
+not look there. What is found there when a sandboxd starts was left by one that was killed, and is removed.
 Where no hierarchy can be written, `detect` finds nothing and the tool server polls instead; the boundary record says which.
 
 A group of version 1 stays busy for up to some milliseconds after its last process has gone, so removal is tried again.
@@ -10,6 +11,7 @@ A group of version 1 stays busy for up to some milliseconds after its last proce
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import signal
 import time
@@ -17,6 +19,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 CONTROLLERS = ("memory", "pids")
+RECORD = "cgroups.json"
 
 
 @dataclass
@@ -113,6 +116,10 @@ class Cgroups:
         self._leaving = left
         return sum(now - since > 5.0 for since, _ in left)
 
+    def record(self, root: Path) -> None:
+        """Write down which folders to reap if this process is killed."""
+        (root / RECORD).write_text(json.dumps(sorted({str(parent) for parent in self._parents.values()})) + "\n")
+
     @property
     def leaving(self) -> bool:
         return bool(self._leaving)
@@ -129,11 +136,15 @@ class Cgroups:
         return sum(_reap(parent) for parent in set(self._parents.values()))
 
 
-def reap_key(key: str) -> int:
-    """Remove the groups of a sandboxd that is gone."""
+def reap_root(root: Path) -> int:
+    """Remove the groups of the sandboxd that had `root` and is gone. Returns how many there were."""
     count = 0
-    for parent in {place / f"etude-{key}" for _, _, place in places()}:
-        if parent.is_dir():
+    try:
+        recorded = json.loads((root / RECORD).read_text())
+    except (FileNotFoundError, json.JSONDecodeError):  # it was killed before it made any
+        return 0
+    for parent in map(Path, recorded):
+        if parent.name.startswith("etude-") and parent.is_dir():
             count += _reap(parent)
             with contextlib.suppress(OSError):
                 parent.rmdir()

@@ -39,13 +39,15 @@ from pathlib import Path
 from typing import Any
 
 from etude.sandbox import base, linux
-from etude.sandbox.cgroups import Cgroups, Group, reap_key
+from etude.sandbox.cgroups import Cgroups, Group, reap_root
 from etude.sandbox.interpreter import Interpreter
 
 MAX_MESSAGE = 1 << 16
 ADOPTION_S = 30.0
 """How long a sandbox with a create_id outlives its client's connection."""
 KEPT_FATES = 512
+YOUNG_S = 30.0
+"""A temporary root younger than this may belong to a sandboxd that is just starting."""
 
 
 def root_key(root: Path) -> str:
@@ -119,9 +121,11 @@ class Daemon:
         self._stop = False
         self._interpreter = Interpreter.current(settings.packages)
         self._environment = self._interpreter.environment()
+        reaped = reap_root(root)
         self._cgroups = Cgroups(self.key, use=settings.cgroups)
         self._overlay = settings.overlay
-        self._reaped = self._cgroups.reap()
+        self._reaped = reaped + self._cgroups.reap()
+        self._cgroups.record(root)
         self._broken = ""
         self._zygote: socket.socket | None = None
         self._zygote_pid = 0
@@ -160,6 +164,12 @@ class Daemon:
             signal.signal(number, self._terminated)
         self._selector.register(wake, selectors.EVENT_READ, lambda: os.read(wake, 4096))
         self._at(1.0, self._sweep)
+        try:
+            self._loop()
+        finally:
+            self._shut_down()
+
+    def _loop(self) -> None:
         while not self._stop:
             timeout = max(self._timers[0][0] - time.monotonic(), 0.0) if self._timers else None
             for key, _ in self._selector.select(timeout):
@@ -167,7 +177,6 @@ class Daemon:
                     self._guarded(key.data)
             while self._timers and self._timers[0][0] <= time.monotonic():
                 self._guarded(heapq.heappop(self._timers)[2])
-        self._shut_down()
 
     def _guarded(self, action: Callable[[], Any]) -> None:
         """One broken event must not end the sandboxes of everybody else: it is written to the log and counted in `errors`."""
@@ -535,16 +544,24 @@ def listen(path: str) -> socket.socket:
 def reap_siblings(root: Path) -> int:
     """Remove the temporary roots beside ours whose sandboxd is gone."""
     count = 0
-    for sibling in root.parent.iterdir():
-        if sibling == root or not (sibling / "lock").is_file():
+    for sibling in root.parent.glob("sandbox-*"):
+        if sibling == root or time.time() - sibling.stat().st_mtime < YOUNG_S:
             continue
         held = lock(sibling)
         if held < 0:
             continue
-        count += 1 + reap_key(root_key(sibling))
-        shutil.rmtree(sibling, ignore_errors=True)
+        count += 1 + reap_root(sibling)
+        remove(sibling)
         os.close(held)
     return count
+
+
+def remove(root: Path) -> None:
+    """Remove a temporary root. A client that has not heard may write another image into it at this moment."""
+    for _ in range(3):
+        shutil.rmtree(root, ignore_errors=True)
+        if not root.exists():
+            return
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -592,7 +609,7 @@ def main(argv: list[str] | None = None) -> int:
         with contextlib.suppress(FileNotFoundError):
             os.unlink(path)
         if arguments.temporary:
-            shutil.rmtree(root, ignore_errors=True)
+            remove(root)
     return 0
 
 
