@@ -40,7 +40,8 @@ async def seconds_per_turn(sandbox: Sandbox, call: str, turns: int) -> float:
     start = time.perf_counter()
     run = await run_agent("Read it.", chat, sandbox, CONFIG)
     elapsed = time.perf_counter() - start
-    assert run.effort.calls == turns and all(r.error is None for m in run.messages for r in m.results)
+    assert run.effort.calls == turns
+    assert all(r.error is None for m in run.messages for r in m.results)
     return elapsed / (turns + 1)
 
 

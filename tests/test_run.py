@@ -214,6 +214,6 @@ def test_bad_input_is_an_error_that_says_what_to_do(tmp_path: Path, monkeypatch:
         train(recipe=str(write_recipe(tmp_path, tmp_path / "nowhere")))
     with pytest.raises(UserError, match="no run folder"):
         train(recipe=None, resume=str(tmp_path / "runs" / "nosuch"))
+    (tmp_path / "runs" / "twice").mkdir(parents=True)
     with pytest.raises(UserError, match="exists; give another"):
-        (tmp_path / "runs" / "twice").mkdir(parents=True)
         train(recipe=str(write_recipe(tmp_path, policy)), name="twice")

@@ -307,7 +307,7 @@ def probe_namespace_sandbox(userns: bool, overlay: bool) -> Probe:
     return Probe(
         name="sandbox",
         status=Status.NO,
-        found=f"backend `namespace` cannot run: no {lacking}; only `process` (protects nothing, asked for by name)",
+        found=f"backend `namespace` cannot run: no {lacking}; only `plain` (protects nothing, asked for by name)",
         enables=enables,
         how="see the lines below",
     )

@@ -174,8 +174,18 @@ async def open_run(
         trainer, engine = await _start_pair(config, folder, resume, lineage, started)
         if (await engine.version()).key != (await trainer.version()).key:
             raise IntegrityError(f"the engine starts with {await engine.version()}, the trainer with {await trainer.version()}")
-        given = {"state": state, "watch": watch, "evaluating": evaluating, "since": since}
-        run = Run(config, folder, engine=engine, trainer=trainer, host=started[0], lineage=lineage, **given)
+        run = Run(
+            config,
+            folder,
+            engine=engine,
+            trainer=trainer,
+            host=started[0],
+            lineage=lineage,
+            state=state,
+            watch=watch,
+            evaluating=evaluating,
+            since=since,
+        )
     except BaseException:
         await _close(started)
         raise
@@ -217,23 +227,34 @@ async def _close(parts: list[Any]) -> None:
 
 
 class Usage:
-    """CPU seconds of the processes of a run, ended children included."""
+    """CPU seconds of the processes of a run and all their descendants, ended ones included once somebody waited for them."""
 
     def __init__(self, pids: list[int]) -> None:
         self._pids = pids
-        self._before = {pid: self._cpu_s(pid) for pid in pids}
+        self._before = self._total()
 
     def cpu_s(self) -> float:
-        return sum(self._cpu_s(pid) - self._before[pid] for pid in self._pids)
+        return self._total() - self._before
 
-    @staticmethod
-    def _cpu_s(pid: int) -> float:
-        """utime + stime + cutime + cstime of /proc/<pid>/stat; 0 where there is no /proc or the process is gone."""
-        try:
-            fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-        except OSError:
-            return 0.0
-        return sum(int(f) for f in fields[11:15]) / os.sysconf("SC_CLK_TCK")
+    def _total(self) -> float:
+        """Sum over the process trees of utime + stime + cutime + cstime in /proc/<pid>/stat; 0 where there is no /proc."""
+        seconds: dict[int, float] = {}
+        parents: dict[int, int] = {}
+        for path in Path("/proc").glob("[0-9]*/stat"):
+            try:
+                fields = path.read_text().rpartition(")")[2].split()
+            except OSError:
+                continue
+            parents[int(path.parent.name)] = int(fields[1])
+            seconds[int(path.parent.name)] = sum(int(f) for f in fields[11:15]) / os.sysconf("SC_CLK_TCK")
+        return sum(s for pid, s in seconds.items() if self._belongs(pid, parents))
+
+    def _belongs(self, pid: int, parents: dict[int, int]) -> bool:
+        while pid > 1:
+            if pid in self._pids:
+                return True
+            pid = parents.get(pid, 0)
+        return False
 
 
 async def _serve(descriptor: int) -> None:
@@ -253,8 +274,8 @@ async def _serve(descriptor: int) -> None:
         try:
             if failure is not None:
                 raise failure
-            value = None if method == "!ready" else getattr(part, method)(*args, **kwargs)
-            if hasattr(value, "__aiter__"):
+            value: Any = None if method == "!ready" else getattr(part, method)(*args, **kwargs)
+            if isinstance(value, AsyncIterator):
                 async for item in value:
                     writer.write(_frame((id, "item", item)))
                 writer.write(_frame((id, "end", None)))

@@ -8,6 +8,7 @@ Run            a run folder with all parts wired, from start or from a checkpoin
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import os
 from collections.abc import Callable
@@ -22,6 +23,7 @@ from etude.errors import CheckpointError, UserError
 from etude.evals.suite import Result, Suite, evaluate
 from etude.inference.config import EngineConfig
 from etude.loop import LoopConfig, Parts
+from etude.model.config import Numerics
 from etude.protocols import Engine, SandboxHost, Trainer
 from etude.records import Sampling, Version
 from etude.rewards.parts import RewardConfig
@@ -71,7 +73,7 @@ class RunConfig:
     """many: engine and trainer in processes of their own. one: everything in this process (tests, debugging)."""
     threads: int = 1
     """CPU threads of each heavy process."""
-    numerics: Literal["fast", "matched", "invariant"] = "fast"
+    numerics: Numerics = "fast"
     """Of engine and trainer alike."""
     temperature: float = 1.0
     max_running: int = 32
@@ -113,7 +115,7 @@ def _threads() -> None:
     torch.set_num_threads(int(os.environ.get("ETUDE_THREADS", "1")))
 
 
-def make_engine(*, folder: str, engine: EngineConfig, numerics: str, version: Version | None, device: str = "cpu") -> Engine:
+def make_engine(*, folder: str, engine: EngineConfig, numerics: Numerics, version: Version | None, device: str = "cpu") -> Engine:
     """The native engine on a model folder. Weights arrive in their published type and are computed with in float32."""
     import torch
 
@@ -235,8 +237,8 @@ class Run:
         """Score the weights now served on the fixed suites, and write the scores as events."""
         for suite in self.suites():
             with self.recorder.timed("evaluate"):
-                report = (lambda done, total, name=suite.name: self._evaluating(name, done, total)) if self._evaluating else None
-                result = await evaluate(suite, self.rollout(f"-eval-{suite.name}-{step}-"), progress=report)
+                seen = functools.partial(self._evaluating, suite.name) if self._evaluating else None
+                result = await evaluate(suite, self.rollout(f"-eval-{suite.name}-{step}-"), progress=seen)
             score = result.score
             for graded in result.graded:
                 if graded is not None:

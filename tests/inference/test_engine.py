@@ -53,7 +53,7 @@ def asked(lab, i, r):
     return lab.request(f"r{i}", ids, **{k: r[k] for k in keys})
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(mode=MODES, requests=REQUESTS)
 def test_engine_equals_its_naive_twin_under_any_load(lab, mode, requests):
     async def main():
@@ -71,7 +71,7 @@ def test_engine_equals_its_naive_twin_under_any_load(lab, mode, requests):
         assert lab.same(generation, naive.generate(lab.ToyDecoder(), asked(lab, i, requests[i]), lab.version(0), block_size=4))
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(mode=MODES, requests=REQUESTS, data=st.data())
 def test_cancelling_at_any_moment_loses_nothing_and_leaks_nothing(lab, mode, requests, data):
     kinds = [data.draw(st.sampled_from(["finish", "cancel", "drop", "leave stream", "deadline"])) for _ in requests]
@@ -116,7 +116,7 @@ def test_cancelling_at_any_moment_loses_nothing_and_leaks_nothing(lab, mode, req
     asyncio.run(main())
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(mode=MODES, requests=REQUESTS)
 def test_pieces_of_a_stream_concatenate_to_generate(lab, mode, requests):
     async def main():

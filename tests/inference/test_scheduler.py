@@ -146,7 +146,7 @@ class Machine(RuleBasedStateMachine):
         assert sorted(self.sched._rows) == [0, 1, 2, 3]
 
 
-Machine.TestCase.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+Machine.TestCase.settings = settings(max_examples=50, stateful_step_count=40, deadline=None)
 TestMachine = Machine.TestCase
 
 

@@ -158,7 +158,7 @@ def test_coming_back_to_an_earlier_version_is_recorded_by_its_own_index(lab):
     replay(lab, request, got)
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(
     policy=st.sampled_from(["keep", "recompute"]),
     prompts=st.lists(st.integers(1, 40), min_size=1, max_size=6),

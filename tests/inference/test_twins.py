@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 
+from etude.errors import EngineError
 from etude.inference import naive
 from etude.inference.engine import EngineConfig, NativeEngine
 from etude.model.config import ModelConfig
@@ -119,3 +120,20 @@ def test_fast_greedy_engine_equals_its_naive_twin(lab, kind):
     for g, w in zip(got, want, strict=True):
         assert g.ids == w.ids
         np.testing.assert_allclose(g.logprob_t1_T, w.logprob_t1_T, atol=1e-4)
+
+
+def test_broken_weights_leave_nothing_behind_in_the_cache(lab):
+    model = decoder("dense", torch.float32, "invariant")
+    good = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    request = lab.request("r", [5] * 20)
+
+    async def main():
+        engine = NativeEngine(model, version=lab.version(0), config=EngineConfig(num_blocks=8))
+        with torch.no_grad():
+            model.embed_tokens.weight.fill_(float("nan"))
+        with pytest.raises(EngineError, match="not finite"):
+            await engine.generate(lab.request("broken", [5] * 100))
+        model.load_state_dict(good)
+        return await engine.generate(request)
+
+    assert lab.same(asyncio.run(main()), naive.generate(model, request, lab.version(0)))

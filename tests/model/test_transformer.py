@@ -4,6 +4,7 @@ import random
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 from etude.errors import ConfigError, UserError
 from etude.model.cache import PagedCache, Plan, blocks_for
@@ -63,24 +64,47 @@ def test_bfloat16_stays_near_float32(config, make_model, driver):
     assert (got - expected).norm() / expected.norm() < 0.03
 
 
+LENGTHS = [5, 33, 150]
+
+
+def gradients(model, forward):
+    """Gradient of every parameter for the summed cross entropy of a batch; `forward` gives each sequence's logits."""
+    model.zero_grad()
+    seqs = tokens(*LENGTHS)
+    logits_S = forward(model, seqs)
+    sum(F.cross_entropy(logits[:-1], ids[1:], reduction="sum") for logits, ids in zip(logits_S, seqs, strict=True)).backward()
+    return {name: p.grad.float() for name, p in model.named_parameters()}
+
+
+def twin_forward(routes_NLK):
+    routes_S = routes_NLK.split(LENGTHS) if routes_NLK is not None else [None] * len(LENGTHS)
+    return lambda model, seqs: [reference_logits(model, ids, routes) for ids, routes in zip(seqs, routes_S, strict=True)]
+
+
 @pytest.mark.parametrize("numerics", ["fast", "invariant"])
-@pytest.mark.parametrize("dtype, tolerance", [(torch.float32, 1e-5), (torch.bfloat16, 0.04)])
-def test_gradients_equal_the_reference(config, make_model, numerics, dtype, tolerance):
-    """Of a loss over a packed batch, relative to the gradient's norm, for every parameter."""
-    model, twin = make_model(config, numerics, dtype), make_model(config, numerics, dtype)
-    seqs = tokens(5, 33, 80)
-    logits_S, out = packed(model, seqs)
-    routes_S = out.routes_NLK.split([5, 33, 80]) if config.moe else [None] * 3
-    loss = twin_loss = 0
-    for ids, logits, routes in zip(seqs, logits_S, routes_S, strict=True):
-        loss = loss + torch.nn.functional.cross_entropy(logits[:-1], ids[1:], reduction="sum")
-        twin_logits = reference_logits(twin, ids, routes)
-        twin_loss = twin_loss + torch.nn.functional.cross_entropy(twin_logits[:-1], ids[1:], reduction="sum")
-    loss.backward()
-    twin_loss.backward()
-    for (name, a), (_, b) in zip(model.named_parameters(), twin.named_parameters(), strict=True):
-        assert a.grad is not None, name
-        assert (a.grad - b.grad).float().norm() <= tolerance * b.grad.float().norm() + 1e-7, name
+def test_gradients_equal_the_reference(config, make_model, numerics):
+    """Of every parameter, to 1e-5 of the gradient's norm."""
+    model = make_model(config, numerics)
+    routes = packed(model, tokens(*LENGTHS))[1].routes_NLK
+    ours = gradients(model, lambda m, seqs: packed(m, seqs)[0])
+    twin = gradients(model, twin_forward(routes))
+    for name in twin:
+        assert (ours[name] - twin[name]).norm() <= 1e-5 * twin[name].norm() + 1e-7, name
+
+
+@pytest.mark.parametrize("numerics", ["fast", "invariant"])
+def test_bfloat16_gradients_are_as_good_as_the_references(config, make_model, numerics):
+    """Both round differently at every step, so each is held against the float32 gradient of the same weights and routes:
+    the reference in bfloat16 is off by up to 4 % of the norm, and ours may be off by twice its error."""
+    model, exact_model = make_model(config, numerics, torch.bfloat16), make_model(config, numerics, torch.bfloat16).float()
+    routes = packed(model, tokens(*LENGTHS))[1].routes_NLK
+    ours = gradients(model, lambda m, seqs: packed(m, seqs)[0])
+    twin = gradients(model, twin_forward(routes))
+    exact = gradients(exact_model, twin_forward(routes))
+    for name in exact:
+        allowed = 2 * (twin[name] - exact[name]).norm()
+        assert allowed < 0.1 * exact[name].norm(), name
+        assert (ours[name] - exact[name]).norm() <= allowed, name
 
 
 def test_gradients_flow_through_chunks_of_a_functional_cache(config, make_model, driver):

@@ -170,7 +170,7 @@ def test_a_foreign_or_broken_state_is_refused():
 def test_families_in_the_band_are_preferred_and_solved_ones_retire():
     names = ("clip_sum", "sum_over", "clamp", "chunk")
     rates = {"clip_sum": [True] * 8, "sum_over": [False] * 8, "clamp": [True, False] * 4, "chunk": [True, False] * 4}
-    source = KataSource(KataConfig(families=names, retire_after=6))
+    source = KataSource(KataConfig(families=names, retire_after=3))
     drawn = []
     for i in range(240):
         task = source.next()

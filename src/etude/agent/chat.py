@@ -34,8 +34,11 @@ class Chat(Protocol):
 
     deadline: float | None
     """Event-loop time at which a reply should end with what it has; None for no limit."""
-    hashes: Mapping[str, str]
-    """Content hashes of renderer and tokenizer, where there are such."""
+
+    @property
+    def hashes(self) -> Mapping[str, str]:
+        """Content hashes of renderer and tokenizer, where there are such."""
+        ...
 
     async def reply(self, messages: Sequence[Message], *, max_tokens: int) -> Reply: ...
 

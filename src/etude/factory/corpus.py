@@ -23,6 +23,7 @@ from typing import Any
 from etude.agent.loop import AgentConfig
 from etude.config import config, resolved
 from etude.factory.experts import ExpertConfig, Trace, expert_traces
+from etude.factory.renaming import renaming
 from etude.protocols import SandboxHost
 from etude.records import Message, ToolError, ToolResult, content_hash, seed_for
 from etude.tasks.katas.package import FAMILIES, make_package
@@ -46,6 +47,8 @@ class CorpusConfig:
     vocab_size: int = 1024
     heldout_tasks: int = 100
     """Katas whose traces are never trained on, for the held-out loss."""
+    renamed: float = 0.7
+    """Share of traces and packages that get made-up names (see renaming.py)."""
     concurrency: int = 4
     expert: ExpertConfig = ExpertConfig()
     agent: AgentConfig = AgentConfig(prompt="none", instructions=False, max_turns=12)
@@ -121,7 +124,7 @@ def _write_shards(config: CorpusConfig, out: Path, progress: Progress) -> None:
     for done, path in enumerate(files):
         name = path.stem
         traces = [json.loads(line) for line in path.read_text().splitlines()]
-        rendered = [trace_document(renderer, trace["messages"]) for trace in traces]
+        rendered = [trace_document(renderer, _renamed(config, trace, f"{name} {i}")) for i, trace in enumerate(traces)]
         stats["traces"] += len(traces)
         stats["right"] += sum(t["right"] for t in traces)
         stats["tokens"] += sum(len(ids) for ids, _ in rendered)
@@ -143,6 +146,15 @@ def _write_shards(config: CorpusConfig, out: Path, progress: Progress) -> None:
     _commit(out / "corpus.json", json.dumps({"config": resolved(config), "hash": corpus_hash(config), **stats}, indent=2))
 
 
+def _renamed(config: CorpusConfig, trace: dict[str, Any], key: str) -> list[tuple[str, Any]]:
+    """The messages of a stored trace, some with made-up names."""
+    rng = random.Random(seed_for("corpus-rename", config.seed, key))
+    if rng.random() >= config.renamed:
+        return trace["messages"]
+    rename = renaming(kata_of(trace["task"])[0], rng)
+    return [(role, [[rename(text), error] for text, error in said] if role == "tool" else rename(said)) for role, said in trace["messages"]]
+
+
 def trace_document(renderer: EtudeRenderer, messages: Iterable[tuple[str, Any]]) -> tuple[list[int], list[bool]]:
     """Token ids of a trace, and True where the policy speaks (its closing mark included)."""
     ids: list[int] = []
@@ -161,6 +173,7 @@ def code_texts(config: CorpusConfig, numbers: range) -> Iterable[str]:
     for number in numbers:
         rng = random.Random(seed_for("corpus-code", config.seed, number))
         package = make_package(seed_for("corpus-package", config.seed, number), sorted(FAMILIES), split="pretrain")
+        rename = renaming(package, rng) if rng.random() < config.renamed else str
         for path, text in package.files.items():
             if path.startswith("tests/") and rng.random() >= config.test_share:
                 continue
@@ -168,7 +181,7 @@ def code_texts(config: CorpusConfig, numbers: range) -> Iterable[str]:
                 for kata in package.functions:
                     if kata.path == path and rng.random() < config.expert.wrong_first / 2:
                         text = text.replace(kata.source, kata.with_body(rng.choice(kata.wrong_bodies)))
-                yield text
+                yield rename(text)
 
 
 def _tokenizer(config: CorpusConfig, out: Path) -> Tokenizer:
@@ -177,7 +190,8 @@ def _tokenizer(config: CorpusConfig, out: Path) -> Tokenizer:
         texts = list(code_texts(config, range(min(400, config.packages))))
         for path in sorted((out / "traces").glob("train-*.jsonl"))[:4]:
             for line in path.read_text().splitlines()[::4]:
-                texts += [message_text(_message(role, said)) for role, said in json.loads(line)["messages"]]
+                trace = json.loads(line)
+                texts += [message_text(_message(role, said)) for role, said in _renamed(config, trace, line[:60])]
         train_tokenizer(texts, config.vocab_size).save(folder)
     return load_tokenizer(folder)
 

@@ -12,7 +12,7 @@ pair once per task and answers the rest from memory, so that many traces of one 
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -134,7 +134,7 @@ class Expert(TextChat):
             read += "\n" + format_call("read_file", {"path": f"tests/test_{kata.module}.py"})
         yield read
 
-    def _write(self, body: str) -> Iterator[str]:
+    def _write(self, body: str) -> Generator[str, None, bool]:
         """Yields until the body stands in the file; returns False when it gave up."""
         c, rng, kata = self._config, self._rng, self._kata
         good = {"path": kata.path, "old": self._present, "new": body}

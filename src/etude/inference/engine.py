@@ -105,6 +105,7 @@ class NativeEngine:
         now_s = time.monotonic()
         self._expire(now_s)
         chunks = self._scheduler.schedule(now_s)
+        assert chunks or not self._scheduler.busy, "there is work and none of it was scheduled"
         tokens = self._runner.run(chunks) if chunks else ([], [], [])
         self._collect(chunks, tokens)
         self._busy_s += time.monotonic() - now_s

@@ -103,11 +103,11 @@ class Scheduler:
             if left > 1:
                 budget -= size
             chunks.append(Chunk(seq, begin, end))
-        while budget > 0 and (seq := self._admit(now_s)) is not None:
-            size = min(len(seq.ids) - seq.computed, budget)
-            self._grow(seq, seq.computed + size)
-            budget -= size
-            chunks.append(Chunk(seq, seq.computed, seq.computed + size))
+        while budget > 0 and (new := self._admit(now_s)) is not None:
+            end = min(len(new.ids), new.computed + budget)
+            self._grow(new, end)
+            budget -= end - new.computed
+            chunks.append(Chunk(new, new.computed, end))
         self.steps += 1
         return chunks
 

@@ -5,7 +5,9 @@
     attention.py     attention through block tables, fast and batch-invariant
     moe.py           router (returns and replays its choices) and experts
     cache.py         Plan and PagedCache: which token is where
+    rope.py          rotary position embedding
     linear.py        matmul, norm and padding whose bits do not depend on the batch
+    reference.py     the slow twin that tests compare with
     weights.py       Hugging Face folders in and out
     gguf.py          GGUF files in
     families/        names and config of each architecture on disk

@@ -122,7 +122,7 @@ class PagedCache:
 
         `index` names blocks in the flat [H * num_blocks] list, for every sequence and head. Without autograd the result
         lies in a buffer that the next gather for the same `use` overwrites: allocating megabytes anew for every layer
-        cost five times the copy itself in page faults (32 sequences of 400 tokens, glibc).
+        cost several times the copy itself in page faults (32 sequences of 400 tokens, glibc).
         """
         flat = blocks.view(-1, blocks.shape[2] * blocks.shape[3])
         if torch.is_grad_enabled() or self.functional:

@@ -3,13 +3,13 @@
     N  rows (tokens)     I, O  input and output width
 
 A matmul library picks its kernel by the number of rows, and another kernel adds in another order. Measured on
-CPU (MKL float32, oneDNN bfloat16, 1 and 2 threads, 1 to 200 rows and 15 shapes, tests/model/test_invariance.py):
-unpadded float32 rows differ at 1, 2, 3, 5, 6, ... rows; with the number of rows a multiple of 16 every row has the
-same bits at any number of rows up to 4,096, at any place, and in a batched matmul too. The one exception found is a
+CPU (MKL float32, oneDNN bfloat16, 1 and 2 threads, 15 shapes; part of it is repeated by tests/model/test_invariance.py):
+of 1 to 200 unpadded float32 rows, 1, 2, 3, 5, 6, ... differ; with the number of rows a multiple of 16 every row has
+the same bits at any number of rows up to 4,096, at any place, and in a batched matmul too. The one exception found is a
 bfloat16 batched matmul of 16 x 16 x 16 and less, which takes another kernel; widths of 32 and up avoid it.
 
 In fast mode, large float32 products go to oneDNN instead of MKL: on an AMD CPU with AVX-512 it ran 512 to 4,096 rows at
-twice the speed of MKL, and a training step in 0.7 of the time; below about 64 rows it is slower. Where torch has no
+twice the speed of MKL, and a training step in 0.7 of the time; at 32 rows they are equal, at 8 it is slower. Where torch has no
 oneDNN, or the operator is absent, `matmul` is torch's own linear.
 
 So in `numerics = "invariant"` the decoder pads its token list once, here, and every tokenwise operation after it sees

@@ -27,9 +27,10 @@ from etude.model.config import ModelConfig
 from etude.model.linear import MLP, ROWS, Linear, matmul, round_up, sigmoid_column
 
 BATCHED_WASTE = 2.0
-"""Padded rows per real row up to which one batched matmul is faster than a loop over experts."""
+"""Padded rows per real row up to which one batched matmul is taken: 8 experts of 8 rows take the same time as a loop in
+float32 and a quarter of it in bfloat16; more padding than this eats the gain."""
 BATCHED_ROWS = 1024
-"""Assignments from which a loop is as fast, and pads nothing."""
+"""Assignments from which the loop is taken: its calls cost nothing against its rows, and it pads none."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

@@ -224,6 +224,11 @@ class NamespaceHost:
         """Whether workspaces are overlays; else they are copies, and compared as such."""
         self._sandboxes: set[NamespaceSandbox] = set()
 
+    @property
+    def pid(self) -> int:
+        """Process id of the sandboxd behind it, 0 where another process owns it."""
+        return self._handle.pid
+
     async def link(self) -> Link:
         """The connection of the running event loop, made when first needed."""
         loop = asyncio.get_running_loop()

@@ -42,7 +42,9 @@ class TextTokenizer(Protocol):
 
     hash: str
     vocab_size: int
-    specials: Mapping[str, int]
+
+    @property
+    def specials(self) -> Mapping[str, int]: ...
 
     def encode(self, text: str) -> list[int]: ...
 
