@@ -20,6 +20,9 @@ from etude.events import KINDS
 from etude.records import Record
 from etude.schemas import EVENT_FIELDS
 
+# Threads that wait without spinning: on a busy machine two spinning ones took 530 s where these took 26. Read when torch loads.
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+
 # A slow machine is not a failing test; the same examples every time, so that a red run can be repeated.
 SLOW_IS_FINE = [HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.large_base_example]
 settings.register_profile("etude", deadline=None, derandomize=True, suppress_health_check=SLOW_IS_FINE)

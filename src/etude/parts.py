@@ -109,10 +109,19 @@ def model_folder(model: str) -> Path:
 # The heavy parts. These functions import torch, and run in the process that needs it.
 
 
-def _threads() -> None:
+def _settle() -> None:
+    """Threads of this process, and memory that stays ours: glibc gives large blocks back to the kernel at once and takes the
+    page faults again at the next tensor (decode of 32 sequences: 24.9 ms with its defaults, 8.7 ms without)."""
+    import ctypes
+
     import torch
 
     torch.set_num_threads(int(os.environ.get("ETUDE_THREADS", "1")))
+    libc = ctypes.CDLL(None)
+    if hasattr(libc, "mallopt"):
+        trim_threshold, mmap_max = -1, -4
+        libc.mallopt(mmap_max, 0)
+        libc.mallopt(trim_threshold, 2**31 - 1)
 
 
 def make_engine(*, folder: str, engine: EngineConfig, numerics: Numerics, version: Version | None, device: str = "cpu") -> Engine:
@@ -124,7 +133,7 @@ def make_engine(*, folder: str, engine: EngineConfig, numerics: Numerics, versio
     from etude.sync.chain import weights_hash
     from etude.sync.receive import Receiver
 
-    _threads()
+    _settle()
     dtype = torch.float32 if device == "cpu" else torch.bfloat16
     model = load_model(Path(folder), dtype=dtype, device=device, numerics=numerics)
     params = dict(model.named_parameters())
@@ -147,7 +156,7 @@ def make_trainer(*, folder: str, trainer: RLConfig, store: str, data: tuple[str,
     """The RL trainer on a model folder. A resumed run then loads its checkpoint under a new lineage."""
     from etude.trainer.rl import RLTrainer
 
-    _threads()
+    _settle()
     return RLTrainer(trainer, Path(folder), store=store, data=data, licence="Apache-2.0")
 
 

@@ -63,7 +63,8 @@ class Generation:
     routes_PTLK: np.ndarray | None
     """Expert ids of prompt and sampled positions, (P + T, L, K); None for a dense model. The last sampled
     token has not been fed through the model, so its row is absent (see records.ABSENT_ROUTE)."""
-    finish: Finish
+    finish: Finish | None
+    """How it ended; None in a piece of a stream that others follow."""
     cached_tokens: int = 0
     """Prompt tokens whose keys and values came from the prefix cache."""
     seconds: float = 0.0
@@ -83,7 +84,7 @@ class Engine(Protocol):
     async def generate(self, request: GenerateRequest) -> Generation: ...
 
     def generate_stream(self, request: GenerateRequest) -> AsyncIterator[Generation]:
-        """Yields pieces in order; the last has a finish other than a piece's. Concatenated they equal `generate`."""
+        """Yields pieces in order; only the last has a finish. Concatenated they equal `generate`."""
         ...
 
     async def score(self, ids: Sequence[int], *, temperature: float = 1.0) -> Scored: ...

@@ -100,6 +100,7 @@ class EngineChat:
         self._turn += 1
         message = self.conversation.accept(generation)
         self._given.append(message)
+        assert generation.finish is not None, "only a piece of a stream has no finish"
         return Reply(message=message, finish=generation.finish, generation=generation)
 
     def measure(self, messages: Sequence[Message]) -> int:

@@ -398,7 +398,7 @@ class NativeEngine:
             version_T=np.array(seq.token_versions[begin:], np.int16),
             versions=tuple(seq.versions),
             routes_PTLK=self._routes(seq, row, len(seq.ids) if end_row is None else end_row) if wanted else None,
-            finish=seq.finish,  # type: ignore[arg-type]  # None in a piece that others follow
+            finish=seq.finish,
             cached_tokens=seq.cached,
             seconds=time.monotonic() - seq.arrived_s,
         )

@@ -180,8 +180,7 @@ def _sample_cut(shifted_RV: Tensor, u_R: Tensor, params: Params) -> Sampled:
     k_R1 = torch.from_numpy(np.where(params.top_k_R == 0, vocab, np.minimum(params.top_k_R, vocab))).to(device)[:, None]
     top_k_total_R1 = sums_RV.gather(1, k_R1 - 1)
     enough_R1 = top_k_total_R1 * torch.from_numpy(params.top_p_R).to(device)[:, None]
-    last_R1 = torch.searchsorted(sums_RV, enough_R1).clamp_(max=vocab - 1)  # first rank that reaches p
-    last_R1 = torch.minimum(last_R1, k_R1 - 1)
+    last_R1 = torch.searchsorted(sums_RV, enough_R1)  # first rank that reaches p; below k, since p <= 1
     total_R1 = sums_RV.gather(1, last_R1)
     rank_R1 = torch.minimum(_invert(sums_RV, u_R, total_R1), last_R1)
     ids_R1 = order_RV.gather(1, rank_R1)
