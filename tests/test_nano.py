@@ -41,7 +41,7 @@ def test_transformers_computes_the_same() -> None:
     theirs = transformers.AutoModelForCausalLM.from_pretrained(NANO, dtype=torch.float32, attn_implementation="eager").eval()
     ours = load_model(NANO).eval()
     tokenizer = load_tokenizer(NANO)
-    ids = torch.tensor(EtudeRenderer(tokenizer).render(next_user_message()) + [tokenizer.token_id("<|assistant|>")])
+    ids = torch.tensor([*EtudeRenderer(tokenizer).render(next_user_message()), tokenizer.token_id("<|assistant|>")])
     with torch.inference_mode():
         out = ours(ids, Plan.packed([len(ids)]), PagedCache(ours.config, blocks_for([len(ids)])))
         difference = (ours.logits(out.hidden_ND) - theirs(ids[None]).logits[0]).abs().max().item()

@@ -26,7 +26,7 @@ from etude.rollout import checkpoint
 from etude.rollout.check import check_run
 from etude.studio.terminal import Progress
 from etude.tasks.formats import read_task, write_task
-from etude.tasks.source import heldout_tasks, make_task, unseen_tasks
+from etude.tasks.source import fixed_tasks, heldout_tasks, unseen_tasks
 
 HERE = Path(__file__).parent
 
@@ -247,8 +247,7 @@ def tasks_make(*, sources: Sequence[str], out: Path, count: int, seed: int, json
     for source in sources:
         if source not in splits:
             raise UserError(f"no task source {source!r}; known: {', '.join(splits)}")
-        for number in range(count):
-            task = make_task(seed + number, splits[source])
+        for task in fixed_tasks(splits[source], count, seed):
             write_task(task, Path(out) / task.id)
             counts["written"] += 1
     print(jsonlib.dumps({"counts": counts, "reasons": {}}) if json else f"{counts['written']} tasks in {out}")

@@ -221,7 +221,7 @@ class Task(Record):
     network: tuple[str, ...] = ()
     """Hosts the sandbox may reach; empty means no network."""
     split: str = "train"
-    """train | heldout | unseen"""
+    """train | heldout | unseen | pretrain"""
     provenance: Provenance
     difficulty: Difficulty = field(default_factory=Difficulty)
     solution: tuple[tuple[str, str], ...] = ()

@@ -66,8 +66,9 @@ class AgentRollout:
         if self._watch:
             self._watch(trajectory)
         findings = monitor(task, trajectory, changes)
-        if any(finding.action == "negative" for finding in findings):
-            report = report.replace(solved=False, detail=f"not counted: {findings[0].rule} {findings[0].evidence}"[:500])
+        negative = next((f for f in findings if f.action == "negative"), None)
+        if negative is not None:
+            report = report.replace(solved=False, detail=f"not counted: {negative.rule} {negative.evidence}"[:500])
         parts = reward_parts(task, trajectory, report, self._rewards)
         return Graded(trajectory=trajectory, parts=parts, report=report, findings=findings)
 
