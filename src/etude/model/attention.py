@@ -9,7 +9,8 @@ sequences once per forward, for all layers:
 
   * sequences with at most SHORT new tokens are batched: groups of equally many new tokens (decode is one) and like
     context length, contexts padded to the longest, as many as stay in the processor's cache;
-  * longer ones go one by one: fused attention in fast mode, tiles of TILE tokens in invariant mode.
+  * longer ones go one by one: fused attention in fast mode, tiles of TILE tokens in invariant mode. On a GPU in fast mode those from
+    scratch go together instead, padded to the longest: a launch costs more there than the padding.
 
 Invariant mode: the bits of a query row depend on its own context only. Query rows are padded to a multiple of 16 and
 keys to a multiple of KEYS, which fixes how a score is summed (see linear.py). Softmax works row by row in vector
@@ -63,6 +64,19 @@ class Group:
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
+class Padded:
+    """Long sequences from scratch as one batch of equal lengths. Causality hides the padding: it stands behind every real token."""
+
+    count: int
+    queries: Tensor
+    """Row of the long tokens for each place [S * T] of the batch; padding reads row 0."""
+    keys: Tensor
+    """Slot of the gathered contexts for each place."""
+    places: Tensor
+    """Place of each long token."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
 class Long:
     """Sequences attended one by one."""
 
@@ -75,6 +89,7 @@ class Long:
     """Slots of each context within the gather."""
     masks_S: list[list[Tensor | None]]
     """Per sequence its tiles' masks; None is plain causal."""
+    padded: Padded | None
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -88,10 +103,12 @@ class Layout:
     count: int
 
     @staticmethod
-    def of(plan: Plan, cache: PagedCache, config: ModelConfig, *, invariant: bool) -> Layout:
+    def of(plan: Plan, cache: PagedCache, config: ModelConfig, *, invariant: bool, together: bool | None = None) -> Layout:
+        """`together` pads long sequences from scratch into one batch; by default on a GPU."""
         if invariant and KEYS % cache.block_size:
             raise ConfigError(f"invariant attention sums {KEYS} keys at a time; a block size of {cache.block_size} does not divide that")
-        builder = _Builder(plan, cache, config, invariant)
+        on_gpu = plan.positions_N.is_cuda
+        builder = _Builder(plan, cache, config, invariant, together=(on_gpu if together is None else together) and not invariant)
         by_tokens: dict[int, list[int]] = {}
         for s in range(len(plan.lengths_S)):
             tokens = plan.starts_S1[s + 1] - plan.starts_S1[s]
@@ -110,9 +127,9 @@ class Layout:
 class _Builder:
     """The index arithmetic behind `Layout.of`."""
 
-    def __init__(self, plan: Plan, cache: PagedCache, config: ModelConfig, invariant: bool) -> None:
+    def __init__(self, plan: Plan, cache: PagedCache, config: ModelConfig, invariant: bool, *, together: bool) -> None:
         self.plan = plan
-        self.invariant = invariant
+        self.invariant, self.together = invariant, together
         self.group_size = config.group
         self.block_size = cache.block_size
         self.device = plan.positions_N.device
@@ -188,6 +205,20 @@ class _Builder:
             index=(table + self.heads_K1).reshape(-1),
             slots_S=[blocks * self.block_size for blocks in blocks_S],
             masks_S=[self.tile_masks(n, length) for n, length in zip(tokens_S, lengths_S, strict=True)],
+            padded=self.padded(tokens_S, [b * self.block_size for b in blocks_S]) if self.together and tokens_S == lengths_S else None,
+        )
+
+    def padded(self, tokens_S: list[int], slots_S: list[int]) -> Padded:
+        tokens, slots = torch.tensor(tokens_S), torch.tensor(slots_S)
+        at_ST = torch.arange(max(tokens_S)).expand(len(tokens_S), -1)
+        real_ST = at_ST < tokens[:, None]
+        queries_ST = torch.where(real_ST, at_ST + (tokens.cumsum(0) - tokens)[:, None], 0)
+        keys_ST = torch.where(real_ST, at_ST + (slots.cumsum(0) - slots)[:, None], 0)
+        return Padded(
+            count=len(tokens_S),
+            queries=queries_ST.flatten().to(self.device),
+            keys=keys_ST.flatten().to(self.device),
+            places=real_ST.flatten().nonzero().flatten().to(self.device),
         )
 
     def tile_masks(self, tokens: int, length: int) -> list[Tensor | None]:
@@ -241,8 +272,10 @@ class Attention(nn.Module):
 
     def _long(self, q_NHD: Tensor, cache: PagedCache, keys: Tensor, values: Tensor, long: Long) -> list[Tensor]:
         q_NHD = q_NHD if long.rows is None else q_NHD.index_select(0, long.rows)
-        k_S = cache.gather(keys, long.index, 1, "keys").split(long.slots_S, 2)
-        v_S = cache.gather(values, long.index, 1, "values").split(long.slots_S, 2)
+        k_1KTD, v_1KTD = cache.gather(keys, long.index, 1, "keys"), cache.gather(values, long.index, 1, "values")
+        if long.padded is not None:
+            return [self._together(q_NHD, k_1KTD, v_1KTD, long.padded)]
+        k_S, v_S = k_1KTD.split(long.slots_S, 2), v_1KTD.split(long.slots_S, 2)
         one = self._tiled if self.invariant else self._fused
         return [
             one(q, k, v, length, masks)
@@ -255,6 +288,14 @@ class Attention(nn.Module):
         causal = masks[0] is None
         out = F.scaled_dot_product_attention(q_1HND, k, v, attn_mask=masks[0], is_causal=causal, enable_gqa=self.heads != self.kv_heads)
         return out[0].transpose(0, 1).flatten(1)
+
+    def _together(self, q_NHD: Tensor, k_1KTD: Tensor, v_1KTD: Tensor, padded: Padded) -> Tensor:
+        q_SHTD = q_NHD.index_select(0, padded.queries).unflatten(0, (padded.count, -1)).transpose(1, 2)
+        k, v = (
+            x[0].to(q_NHD.dtype).index_select(1, padded.keys).unflatten(1, (padded.count, -1)).transpose(0, 1) for x in (k_1KTD, v_1KTD)
+        )
+        out_SHTD = F.scaled_dot_product_attention(q_SHTD, k, v, is_causal=True, enable_gqa=self.heads != self.kv_heads)
+        return out_SHTD.transpose(1, 2).flatten(0, 1).index_select(0, padded.places).flatten(1)
 
     def _tiled(self, q_NHD: Tensor, k_1KTD: Tensor, v_1KTD: Tensor, length: int, masks: list[Tensor | None]) -> Tensor:
         parts = []

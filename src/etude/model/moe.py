@@ -85,7 +85,8 @@ class Dispatch:
         counts = counts_E.tolist()
         multiple = ROWS if invariant else 1
         fullest = round_up(max(counts), multiple)
-        if len(expert_A) < BATCHED_ROWS and fullest * experts <= BATCHED_WASTE * len(expert_A):
+        # a GPU batches any number of rows: its loop would be launches, not arithmetic
+        if (len(expert_A) < BATCHED_ROWS or device.type == "cuda") and fullest * experts <= BATCHED_WASTE * len(expert_A):
             sizes = [fullest] * experts
         else:
             sizes = [round_up(count, multiple) for count in counts]
