@@ -91,7 +91,7 @@ def test_the_loss_falls_on_what_the_policy_says_and_nothing_else() -> None:
 
 @needs_sandbox
 def test_a_corpus_is_the_same_bytes_again_and_resumes(tmp_path: Path) -> None:
-    config = CorpusConfig(tasks=4, part_tasks=2, traces_per_task=2, packages=30, heldout_tasks=2, vocab_size=400)
+    config = CorpusConfig(tasks=4, part_tasks=2, traces_per_task=2, function_packages=5, packages=30, heldout_tasks=2, vocab_size=400)
 
     async def build(out: Path) -> None:
         host = open_host()

@@ -1,10 +1,10 @@
 """The training text of the nano policy: generated code, and expert traces played in real sandboxes.
 
-    corpus/  tokenizer/  bulk/*.npz  sft/*.npz  heldout/*.npz  corpus.json
+    corpus/  tokenizer/  functions/*.npz  bulk/*.npz  sft/*.npz  heldout/*.npz  corpus.json
 
-`bulk` holds whole modules and test files (loss on every token) and traces (loss on every token); `sft` holds traces with
-loss on what the policy itself says. Traces come from all families, the unseen ones too: "unseen" means never met in
-reinforcement, and constants and names of evaluation tasks occur in neither.
+`functions` holds single functions, half of them as the edit that fills in the body; `bulk` whole modules, test files and traces
+(loss on every token in both); `sft` traces with loss on what the policy itself says. All families occur, the unseen ones too:
+"unseen" means never met in reinforcement. Constants and names of evaluation tasks occur nowhere.
 
 Made in parts, each committed by rename, so that an interrupted build goes on where it stopped; the same config gives
 the same bytes.
@@ -22,12 +22,15 @@ from typing import Any
 
 from etude.agent.loop import AgentConfig
 from etude.config import config, resolved
-from etude.factory.experts import ExpertConfig, Trace, expert_traces
+from etude.factory.experts import ExpertConfig, Trace, expert_traces, stub_of
 from etude.factory.renaming import renaming
 from etude.protocols import SandboxHost
 from etude.records import Message, ToolError, ToolResult, content_hash, seed_for
-from etude.tasks.katas.package import FAMILIES, make_package
+from etude.tasks.deletion import DeleteLevel
+from etude.tasks.katas.package import FAMILIES, Kata, make_package
+from etude.tasks.prompt import make_prompt
 from etude.tasks.source import kata_of, make_task
+from etude.text.calls import format_call
 from etude.text.renderer import EtudeRenderer, message_text
 from etude.text.tokenizer import Tokenizer, load_tokenizer, train_tokenizer
 
@@ -40,6 +43,10 @@ class CorpusConfig:
     traces_per_task: int = 8
     part_tasks: int = 250
     """Katas in one part; the grain of resuming."""
+    function_packages: int = 20000
+    """Packages whose functions are read one by one: the densest text there is for learning bodies."""
+    function_wrong: float = 0.35
+    """Share of those functions that carry a wrong body."""
     packages: int = 6000
     """Packages whose modules are read as plain code."""
     test_share: float = 0.25
@@ -120,7 +127,7 @@ def _write_shards(config: CorpusConfig, out: Path, progress: Progress) -> None:
     tokenizer = _tokenizer(config, out)
     renderer = EtudeRenderer(tokenizer)
     files = sorted((out / "traces").glob("*.jsonl"))
-    stats = {"traces": 0, "right": 0, "tokens": 0, "code_tokens": 0}
+    stats = {"traces": 0, "right": 0, "tokens": 0, "function_tokens": 0, "code_tokens": 0}
     for done, path in enumerate(files):
         name = path.stem
         traces = [json.loads(line) for line in path.read_text().splitlines()]
@@ -134,6 +141,12 @@ def _write_shards(config: CorpusConfig, out: Path, progress: Progress) -> None:
             write_documents(out / "bulk" / f"traces-{name}.npz", [(ids, [True] * len(ids)) for ids, _ in rendered])
             write_documents(out / "sft" / f"{name}.npz", rendered)
         progress("writing tokens", done + 1, len(files))
+    for first in range(0, config.function_packages, 1000):
+        numbers = range(first, min(first + 1000, config.function_packages))
+        documents = [(ids, [True] * len(ids)) for ids in function_documents(config, numbers, tokenizer, renderer)]
+        stats["function_tokens"] += sum(len(ids) for ids, _ in documents)
+        write_documents(out / "functions" / f"functions-{first:06d}.npz", documents)
+        progress("writing functions", first, config.function_packages)
     for first in range(0, config.packages, 1000):
         documents = [
             (ids, [True] * len(ids))
@@ -166,6 +179,35 @@ def trace_document(renderer: EtudeRenderer, messages: Iterable[tuple[str, Any]])
         ids += whole
         mask += [False] * (len(whole) - spoken) + [True] * spoken
     return ids, mask
+
+
+def function_documents(config: CorpusConfig, numbers: range, tokenizer: Tokenizer, renderer: EtudeRenderer) -> Iterable[list[int]]:
+    """Token ids of functions, right or wrong: half of them as plain code, half as the shortest trace there is, in a file that
+    holds nothing else."""
+    for number in numbers:
+        rng = random.Random(seed_for("corpus-function", config.seed, number))
+        package = make_package(seed_for("corpus-function-package", config.seed, number), sorted(FAMILIES), split="pretrain")
+        rename = renaming(package, rng) if rng.random() < config.renamed else str
+        for kata in package.functions:
+            body = rng.choice(kata.wrong_bodies) if rng.random() < config.function_wrong else kata.correct_body
+            if rng.random() < 0.5:
+                yield tokenizer.encode(rename(kata.with_body(body)))
+            else:
+                yield trace_document(renderer, _one_edit(kata, body, rename, rng))[0]
+
+
+def _one_edit(kata: Kata, body: str, rename: Callable[[str], str], rng: random.Random) -> list[tuple[str, Any]]:
+    """Asked for a body, the policy reads the file and writes it."""
+    stub = stub_of(kata)
+    tests = (f"tests/test_{kata.module}.py",)
+    asked = make_prompt(path=kata.path, qualname=kata.qualname, tests=tests, level=DeleteLevel.BODY, rng=rng)
+    edit = format_call("edit_file", {"path": kata.path, "old": stub, "new": body})
+    return [
+        ("user", rename(asked)),
+        ("assistant", rename(format_call("read_file", {"path": kata.path}))),
+        ("tool", [[rename(kata.with_body(stub)) + "\n", None]]),
+        ("assistant", rename(edit)),
+    ]
 
 
 def code_texts(config: CorpusConfig, numbers: range) -> Iterable[str]:

@@ -70,7 +70,7 @@ class Expert(TextChat):
     def __init__(self, task: Task, kata: Kata, config: ExpertConfig, rng: random.Random) -> None:
         super().__init__()
         self._task, self._kata, self._config, self._rng = task, kata, config, rng
-        self._present = _stub(task, kata)
+        self._present = stub_of(kata)
         self.right = False
         self._script = self._play()
         self._seen: Sequence[Message] = ()
@@ -173,7 +173,7 @@ class Expert(TextChat):
         return self._rng.choice(("Done.", f"`{self._kata.qualname}` is in place.", f"Implemented `{self._kata.qualname}`."))
 
 
-def _stub(task: Task, kata: Kata) -> str:
+def stub_of(kata: Kata) -> str:
     """The line that stands where the body was."""
     pad = kata.correct_body[: len(kata.correct_body) - len(kata.correct_body.lstrip(" "))]
     return f"{pad}raise NotImplementedError"

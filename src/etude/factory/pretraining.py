@@ -27,7 +27,8 @@ class RecipeConfig:
     """Its data paths are folders of the corpus (bulk, sft, heldout) where the recipe has one."""
     corpus: CorpusConfig | None = None
     cache: str = ".cache"
-    threads: int = 2
+    threads: int = 1
+    """CPU threads of each process of `pretrain.processes`."""
 
 
 async def run_recipe(config: RecipeConfig, folder: Path, console: Console) -> PretrainResult:

@@ -31,10 +31,20 @@ ROWS = 16
 """Every matmul of the invariant mode has a multiple of this many rows."""
 ONEDNN_ROWS = 128
 """Rows from which a fast float32 product goes to oneDNN."""
+SAME_ROWS = 64
+"""On CPU, row counts past ONEDNN_ROWS are rounded up to a multiple of this in fast mode too: oneDNN makes code for every shape it has
+not seen, about 1 ms each, and packed rows and experts would show it new ones forever (half of a bfloat16 training step)."""
 
 
 def round_up(n: int, multiple: int) -> int:
     return -(-n // multiple) * multiple
+
+
+def padded_rows(n: int, *, invariant: bool, device: torch.device) -> int:
+    """How many rows `n` of them are computed as."""
+    if invariant:
+        return round_up(n, ROWS)
+    return round_up(n, SAME_ROWS) if n > ONEDNN_ROWS and device.type == "cpu" else n
 
 
 def pad_rows(x: Tensor, rows: int) -> Tensor:
@@ -50,7 +60,7 @@ def sigmoid_column(x_N1: Tensor) -> Tensor:
 
 def matmul(x_NI: Tensor, weight_OI: Tensor, bias_O: Tensor | None = None, *, invariant: bool) -> Tensor:
     """x @ weight.T + bias, by the quickest kernel or by the one whose bits do not depend on the number of rows."""
-    if invariant or x_NI.shape[0] < ONEDNN_ROWS or not _onednn_takes(x_NI, weight_OI):
+    if invariant or x_NI.shape[0] < ONEDNN_ROWS or torch.is_autocast_enabled("cpu") or not _onednn_takes(x_NI, weight_OI):
         return F.linear(x_NI, weight_OI, bias_O)
     if torch.is_grad_enabled():
         product: Tensor = _OneDNN.apply(x_NI, weight_OI, bias_O)
@@ -113,7 +123,7 @@ class Linear(nn.Module):
 
 
 class RMSNorm(nn.Module):
-    """Root-mean-square norm, computed in float32."""
+    """Root-mean-square norm, computed in float32. Under autocast its output is cast here, once for all that read it."""
 
     def __init__(self, width: int, eps: float) -> None:
         super().__init__()
@@ -123,7 +133,9 @@ class RMSNorm(nn.Module):
     def forward(self, x_NI: Tensor) -> Tensor:
         x = x_NI.float()
         scale_N1 = torch.rsqrt(x.square().mean(-1, keepdim=True) + self.eps)
-        return (x * scale_N1).to(x_NI.dtype) * self.weight
+        out_NI = (x * scale_N1).to(x_NI.dtype) * self.weight
+        kind = x_NI.device.type
+        return out_NI.to(torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else out_NI
 
 
 class MLP(nn.Module):

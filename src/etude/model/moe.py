@@ -24,7 +24,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from etude.model.config import ModelConfig
-from etude.model.linear import MLP, ROWS, Linear, matmul, round_up, sigmoid_column
+from etude.model.linear import MLP, ROWS, Linear, matmul, padded_rows, round_up, sigmoid_column
 
 BATCHED_WASTE = 2.0
 """Padded rows per real row up to which one batched matmul is taken: 8 experts of 8 rows take the same time as a loop in
@@ -83,13 +83,12 @@ class Dispatch:
         order_A = expert_A.argsort(stable=True)
         counts_E = torch.bincount(expert_A, minlength=experts)
         counts = counts_E.tolist()
-        multiple = ROWS if invariant else 1
-        fullest = round_up(max(counts), multiple)
+        fullest = round_up(max(counts), ROWS) if invariant else max(counts)
         # a GPU batches any number of rows: its loop would be launches, not arithmetic
         if (len(expert_A) < BATCHED_ROWS or device.type == "cuda") and fullest * experts <= BATCHED_WASTE * len(expert_A):
             sizes = [fullest] * experts
         else:
-            sizes = [round_up(count, multiple) for count in counts]
+            sizes = [padded_rows(count, invariant=invariant, device=device) for count in counts]
         shifts, slot, seen = [], 0, 0
         for size, count in zip(sizes, counts, strict=True):
             shifts.append(slot - seen)

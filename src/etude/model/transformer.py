@@ -26,7 +26,7 @@ from etude.errors import UserError
 from etude.model.attention import Attention, Layout
 from etude.model.cache import PagedCache, Plan
 from etude.model.config import ModelConfig, Numerics
-from etude.model.linear import MLP, ROWS, Linear, RMSNorm, matmul, pad_rows, round_up
+from etude.model.linear import MLP, Linear, RMSNorm, matmul, pad_rows, padded_rows
 from etude.model.moe import MoE, Routing, balance
 from etude.model.rope import Rope, Turn
 from etude.records import seed_for
@@ -96,7 +96,7 @@ class Decoder(nn.Module):
         """Hidden states of the new tokens; their keys and values go into the cache."""
         self._check(ids_N, plan)
         n = ids_N.shape[0]
-        rows = round_up(n, ROWS) if self.numerics == "invariant" else n
+        rows = padded_rows(n, invariant=self.numerics == "invariant", device=ids_N.device)
         layout = Layout.of(plan, cache, self.config, invariant=self.numerics == "invariant")
         turn = self._rope.at(pad_rows(plan.positions_N, rows), max(plan.lengths_S))
         replay_LNK = self._replay(routes_NLK, n, rows)
@@ -114,7 +114,7 @@ class Decoder(nn.Module):
         """float32 [M, V]."""
         weight = self.embed_tokens.weight if self.lm_head is None else self.lm_head.weight
         m, invariant = hidden_MD.shape[0], self.numerics == "invariant"
-        rows = round_up(m, ROWS) if invariant else m
+        rows = padded_rows(m, invariant=invariant, device=hidden_MD.device)
         return matmul(pad_rows(hidden_MD, rows), weight, invariant=invariant)[:m].float()
 
     def _check(self, ids_N: Tensor, plan: Plan) -> None:

@@ -121,11 +121,15 @@ class PretrainConfig:
     compile: bool = False
     """torch.compile of the decoder; pays off on long GPU runs only."""
     device: str = "cpu"
+    processes: int = 1
+    """Data-parallel processes on this machine's CPU, each with the threads of the caller (see `ranks`)."""
     seed: int = 0
     licence: str = ""
     """Licence of the weights that come out, for the provenance record."""
 
     def __post_init__(self) -> None:
+        if self.processes < 1 or (self.processes > 1 and self.device != "cpu"):
+            raise ConfigError(f"processes = {self.processes} with device = {self.device!r}; several processes share a step on CPU only")
         if not self.phases:
             raise ConfigError("a pretraining needs at least one [[phases]] table")
         if (self.model is None) == (not self.base):

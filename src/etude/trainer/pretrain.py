@@ -43,6 +43,7 @@ from etude.trainer.config import PhaseConfig, PretrainConfig
 from etude.trainer.documents import Documents, Rows, rows_of
 from etude.trainer.flops import TRAIN_FACTOR, forward_flops
 from etude.trainer.losses import ce_loss, load_entropy, require_finite, score, targets
+from etude.trainer.ranks import Ranks, crew
 
 Progress = Callable[[dict[str, Any]], None]
 KEEP = 2
@@ -75,13 +76,22 @@ class PretrainResult:
 
 def pretrain(config: PretrainConfig, out: str | Path, *, progress: Progress | None = None, resume: bool = True) -> PretrainResult:
     """Run all phases, or go on where `out`'s last checkpoint stopped. `progress` gets one dictionary a step."""
-    run = _Run(config, Path(out), progress or (lambda line: None))
     last = latest_checkpoint(Path(out))
-    if last is not None and resume:
-        run.restore(last)
-    elif last is not None:
+    if last is not None and not resume:
         raise CheckpointError(f"{out} already holds {last.name}; resume it, or give another folder")
-    return run.run()
+    with crew(config.processes, _follow, config, Path(out), last) as ranks:
+        return _started(config, Path(out), progress, last, ranks).run()
+
+
+def _started(config: PretrainConfig, out: Path, progress: Progress | None, last: Path | None, ranks: Ranks) -> _Run:
+    run = _Run(config, out, progress or (lambda line: None), ranks)
+    if last is not None:
+        run.restore(last)
+    return run
+
+
+def _follow(ranks: Ranks, config: PretrainConfig, out: Path, last: Path | None) -> None:
+    _started(config, out, None, last, ranks).train()
 
 
 def latest_checkpoint(out: Path) -> Path | None:
@@ -106,8 +116,8 @@ def fit_log_compute(points: tuple[Point, ...]) -> dict[str, float] | None:
 class _Run:
     """State of a pretraining between two steps."""
 
-    def __init__(self, config: PretrainConfig, out: Path, progress: Progress) -> None:
-        self.config, self.out, self.progress = config, out, progress
+    def __init__(self, config: PretrainConfig, out: Path, progress: Progress, ranks: Ranks = Ranks()) -> None:
+        self.config, self.out, self.progress, self.ranks = config, out, progress, ranks
         self.model = _starting_model(config)
         self.forward = cast(Decoder, torch.compile(self.model, dynamic=True)) if config.compile else self.model
         self.params: dict[str, Tensor] = dict(self.model.named_parameters())
@@ -117,6 +127,7 @@ class _Run:
         self.base = provenance.read(Path(config.base)) if config.base else provenance.Provenance()
         self.start_hash = weights_hash(self.params) if config.base else ""
         self.step, self.tokens, self.flops = 0, 0, 0.0
+        self.saved = -1
         self.curve: tuple[Point, ...] = ()
         self._enter(0, None)
 
@@ -137,20 +148,23 @@ class _Run:
         )
 
     def run(self) -> PretrainResult:
+        folder = self.train()
+        self._write_curve()
+        weights = read_state(folder)["weights"]
+        return PretrainResult(
+            model=folder / "model", steps=self.step, tokens=self.tokens, flops=self.flops, curve=self.curve, weights=weights
+        )
+
+    def train(self) -> Path:
+        """All that is left of the phases; returns the last checkpoint. What a rank other than 0 runs."""
         while True:
             phase = self.config.phases[self.index]
             while self.phase_tokens < phase.tokens and not self._spent():
                 self._train_step(phase)
             self._evaluate(phase)
             if self._spent() or self.index + 1 == len(self.config.phases):
-                break
+                return self.save()
             self._enter(self.index + 1, self.optimizer)
-        folder = self.save()
-        self._write_curve()
-        weights = read_state(folder)["weights"]
-        return PretrainResult(
-            model=folder / "model", steps=self.step, tokens=self.tokens, flops=self.flops, curve=self.curve, weights=weights
-        )
 
     def _spent(self) -> bool:
         return bool(self.config.stop_tokens) and self.tokens >= self.config.stop_tokens
@@ -192,16 +206,23 @@ class _Run:
         device = self.config.device
         loss_sum, balance_sum = torch.zeros((), device=device), torch.zeros((), device=device)
         load_LE: Tensor | None = None
-        for row in rows:
+        for row in self.ranks.share(rows):
             where_M = targets(row)
             with self._precision():
-                scores = score(self.forward, row, where_M)
+                scores = score(self.forward, row, where_M, exact=False)
             loss, balance = ce_loss(scores, row, where_M), scores.balance * (len(row.ids_N) / tokens)
             (loss + weight * balance if weight else loss).backward()
             loss_sum += loss.detach()
             balance_sum += balance.detach()
             if scores.load_LE is not None:
                 load_LE = scores.load_LE if load_LE is None else load_LE + scores.load_LE
+        if load_LE is None and self.model.config.moe:
+            load_LE = torch.zeros(self.model.config.layers, self.model.config.experts, dtype=torch.int64, device=device)
+        if self.ranks.count > 1:
+            for p in self.params.values():
+                p.grad = torch.zeros_like(p) if p.grad is None else p.grad
+            grads = [p.grad for p in self.params.values() if p.grad is not None]
+            self.ranks.sum_([*grads, loss_sum, balance_sum, *([] if load_LE is None else [load_LE])])
         return loss_sum.item(), balance_sum.item(), load_LE
 
     def _precision(self) -> contextlib.AbstractContextManager[Any]:
@@ -228,12 +249,14 @@ class _Run:
             return None
         if self.curve and self.curve[-1].step == self.step:
             return self.curve[-1].loss
-        loss = 0.0
-        for row in self.held_out:
+        total = torch.zeros((), dtype=torch.float64)
+        for row in self.ranks.share(self.held_out):
             where_M = targets(row)
             with self._precision():
-                scores = score(self.forward, row, where_M)
-            loss += ce_loss(scores, row, where_M).item()
+                scores = score(self.forward, row, where_M, exact=False)
+            total += ce_loss(scores, row, where_M).item()
+        self.ranks.sum_([total])
+        loss = total.item()
         self.curve = (*self.curve, Point(phase=phase.name, step=self.step, tokens=self.tokens, flops=self.flops, loss=loss))
         return loss
 
@@ -259,12 +282,17 @@ class _Run:
     def save(self) -> Path:
         """Write step-N.tmp, commit it by rename, and remove old checkpoints."""
         final = self.out / "checkpoints" / f"step-{self.step}"
-        if final.exists():
+        dtype = getattr(torch, self.config.save_dtype)
+        if self.saved == self.step:
+            return final
+        self.saved = self.step
+        weights = weights_hash({n: p.detach().to(dtype) for n, p in self.params.items()})
+        self.ranks.agree(weights)
+        if self.ranks.rank:
             return final
         partial = final.with_name(final.name + ".tmp")
         for left_over in self.out.glob("checkpoints/*.tmp"):
             shutil.rmtree(left_over)
-        dtype = getattr(torch, self.config.save_dtype)
         state = {
             "kind": "pretrain",
             "step": self.step,
@@ -275,7 +303,7 @@ class _Run:
             "rows": self.rows.state,
             "curve": [asdict(p) for p in self.curve],
             "config_hash": self._config_hash(),
-            "weights": weights_hash({n: p.detach().to(dtype) for n, p in self.params.items()}),
+            "weights": weights,
         }
         tokenizer = self.config.tokenizer or self.config.base
         save_checkpoint(partial, self.model, self._tensors(), state, tokenizer=Path(tokenizer) if tokenizer else None, dtype=dtype)
@@ -312,6 +340,7 @@ class _Run:
         restore_tensors(folder, tensors, state)
         self.optimizer.load_state_dict(tensors)
         self.rows.restore(state["rows"])
+        self.saved = state["step"]
         self.step, self.tokens, self.flops, self.phase_tokens = (state[k] for k in ("step", "tokens", "flops", "phase_tokens"))
         self.curve = tuple(Point(**p) for p in state["curve"])
 
