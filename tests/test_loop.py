@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from etude.errors import IntegrityError, SandboxError
+from etude.errors import InfraError, IntegrityError, SandboxError, first_cause
+from etude.events import read_events
 from etude.fakes import InstantTrainer, KataWorld, fake_parts
 from etude.loop import LoopConfig, run
 from etude.records import Drop, Manifest, Version
@@ -93,6 +94,48 @@ def test_a_broken_machine_is_masked_and_never_scored(tmp_path: Path) -> None:
     assert check_run(tmp_path).ok
 
 
+def test_a_run_whose_every_machine_is_broken_stops_and_says_so(tmp_path: Path) -> None:
+    world, trainer = KataWorld(lambda task: True), InstantTrainer()
+
+    async def broken(*args: object, **kwargs: object) -> object:
+        raise SandboxError("the sandbox daemon is gone")
+
+    world.host.create = broken  # type: ignore[method-assign,assignment]
+    with pytest.raises(ExceptionGroup) as caught:
+        run_fakes(config(), tmp_path, world, trainer)
+    cause = first_cause(caught.value)
+    assert isinstance(cause, InfraError)
+    assert "the sandbox daemon is gone" in str(cause)
+    assert trainer.trained == []
+
+
+def test_two_deaths_between_two_checkpoints_never_share_a_lineage(tmp_path: Path) -> None:
+    c = config(checkpoint_every=3)
+
+    class Dying(InstantTrainer):
+        async def step(self, groups):  # type: ignore[no-untyped-def]
+            if self._version.ordinal == 2:
+                raise RuntimeError("power cut")
+            return await super().step(groups)
+
+    for life in range(3):
+        with pytest.raises(ExceptionGroup):
+            run_fakes(c, tmp_path, KataWorld(lambda task: True), Dying(), resume=life > 0)
+    run_fakes(c, tmp_path, KataWorld(lambda task: True), InstantTrainer(), resume=True)
+    report = check_run(tmp_path)
+    assert report.ok, report.problems
+    assert report.counts["resumes"] == 3
+
+
+def test_a_resumed_run_starts_with_the_evaluation_it_may_have_missed(tmp_path: Path) -> None:
+    """Killed in the evaluation after the last step, it has a last checkpoint and no last score."""
+    c, world, trainer = config(), KataWorld(lambda task: True), InstantTrainer()
+    run_fakes(c, tmp_path, world, trainer)
+    run_fakes(c, tmp_path, KataWorld(lambda task: True), InstantTrainer(), resume=True)
+    notes = [e["text"] for e in read_events(tmp_path / "events.jsonl") if e["kind"] == "note"]
+    assert [n.rpartition(" ")[2] for n in notes] == ["0", "4", "4"]
+
+
 def test_a_bug_in_a_rollout_stops_the_run(tmp_path: Path) -> None:
     world = KataWorld(lambda task: 1 // 0 == 0)
     with pytest.raises(ExceptionGroup) as caught:
@@ -113,7 +156,7 @@ def test_an_engine_that_serves_other_weights_stops_the_run(tmp_path: Path) -> No
     assert caught.group_contains(IntegrityError)
 
 
-@pytest.mark.parametrize("die_at", [1, 2, 3])
+@pytest.mark.parametrize("die_at", [0, 1, 2, 3])
 @pytest.mark.parametrize("schedule", ["free", "lockstep"])
 def test_a_run_that_died_goes_on_without_losing_or_repeating(tmp_path: Path, die_at: int, schedule: str) -> None:
     c = config(schedule=schedule)

@@ -35,7 +35,7 @@ from pathlib import Path
 from typing import NamedTuple, NoReturn
 
 from etude import __version__
-from etude.errors import EtudeError, MissingExtra, UserError, nearest
+from etude.errors import EtudeError, MissingExtra, UserError, first_cause, nearest
 
 MAX_SEED = 2**63 - 1
 
@@ -124,7 +124,7 @@ def _check(parser: argparse.ArgumentParser) -> None:
 
 
 def _tasks_make(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("sources", nargs="+", metavar="SOURCE", help="`katas`, or a package with tests: sdist, git repository, folder")
+    parser.add_argument("sources", nargs="+", metavar="SOURCE", help="katas, katas:heldout or katas:unseen")
     parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="folder that the tasks are written into")
     parser.add_argument("--count", type=_positive, default=100, help="tasks wanted from each source (default 100)")
     parser.add_argument("--seed", type=_seed, default=0, help="seed of the generator (default 0)")
@@ -223,11 +223,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         # the reader of our output went away (`etude ... | head`); a second complaint at exit helps nobody
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
-    except EtudeError as error:
-        if os.environ.get("ETUDE_TRACEBACK") == "1":
+    except (EtudeError, OSError, BaseExceptionGroup) as error:
+        cause = first_cause(error)
+        if os.environ.get("ETUDE_TRACEBACK") == "1" or not isinstance(cause, (EtudeError, OSError)):
             raise
-        print(f"error: {error}", file=sys.stderr)
-        return 2 if isinstance(error, UserError) else 1
+        print(f"error: {cause}", file=sys.stderr)
+        return 2 if isinstance(cause, UserError) else 1
 
 
 def run(argv: list[str]) -> int:

@@ -164,6 +164,14 @@ def write_resolved(value: Any, path: Path) -> None:
     path.write_text(json.dumps(resolved(value), indent=2, sort_keys=True) + "\n")
 
 
+def flat(data: Mapping[str, Any], where: str = "") -> dict[str, Any]:
+    """Nested plain data as dotted names, as overrides write them."""
+    out: dict[str, Any] = {}
+    for key, value in data.items():
+        out |= flat(value, f"{where}{key}.") if isinstance(value, Mapping) else {where + key: value}
+    return out
+
+
 def changed_fields(old: Any, new: Any, where: str = "") -> dict[str, bool]:
     """Dotted names that differ between two configs -> whether the field may change in a running job."""
     out: dict[str, bool] = {}

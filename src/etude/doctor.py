@@ -142,7 +142,12 @@ def probe_all() -> list[Probe]:
         probe_landlock(kernel["landlock"].result()),
         probe_cgroups(),
         probe_bwrap(bwrap_child.result()),
-        probe_tool("ripgrep", tools["rg"].result(), "fast `grep` for the agent and the tests that compare with it", "apt install ripgrep"),
+        probe_tool(
+            "ripgrep",
+            tools["rg"].result(),
+            "a quick search for commands the agent runs (its `grep` tool needs none)",
+            "apt install ripgrep",
+        ),
         probe_tool("git", tools["git"].result(), "tasks made from repositories", "apt install git"),
         probe_docker(docker_sockets()),
         probe_kvm(),

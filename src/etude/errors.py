@@ -90,6 +90,13 @@ class DeadlineError(InfraError):
         return type(self), (self.waited_for, self.timeout_s)
 
 
+def first_cause(error: BaseException) -> BaseException:
+    """The first error inside the groups that task groups made of it."""
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return error
+
+
 def nearest(word: str, known: Iterable[str]) -> str:
     """A clause for an error message: the closest known word, or the list of them.
 

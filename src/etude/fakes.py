@@ -639,7 +639,7 @@ def fake_parts(
     """All parts of a run on fakes, its run folder in `folder`; with `resume` it goes on from the folder's last checkpoint."""
     slots = Slots(config.groups_per_step, config.max_staleness, config.steps)
     state = checkpoint.read(checkpoint.latest(folder)) if resume else None
-    lineage = state.lineage + 1 if state else 0
+    lineage = checkpoint.next_lineage(folder)
     if state:
         state.restore(slots, world.source)
         for _, task in state.again:

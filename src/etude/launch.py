@@ -5,22 +5,24 @@ from __future__ import annotations
 import asyncio
 import json as jsonlib
 import os
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
+from rich.markdown import Markdown
 from rich.syntax import Syntax
 
 import etude
 from etude import local
-from etude.config import apply_overrides, build, changed_fields, load, resolved
-from etude.errors import UserError
-from etude.evals.report import write_report
+from etude.config import apply_overrides, build, changed_fields, flat, load, resolved, write_resolved
+from etude.errors import TaskError, UserError, first_cause
+from etude.evals.report import as_terminal, read_facts, write_report
 from etude.evals.suite import Suite
 from etude.evals.suite import evaluate as run_suite
 from etude.loop import run as run_loop
-from etude.parts import Run, RunConfig, model_folder, new_run_folder, read_run_config
+from etude.parts import Run, RunConfig, model_folder, new_run_folder, read_run_config, revisions
 from etude.records import Graded, Task
 from etude.rollout import checkpoint
 from etude.rollout.check import check_run
@@ -29,6 +31,8 @@ from etude.tasks.formats import read_task, write_task
 from etude.tasks.source import fixed_tasks, heldout_tasks, unseen_tasks
 
 HERE = Path(__file__).parent
+SHOWN = 40
+"""Held-out tasks the demo tries at the end to find one worth showing."""
 
 
 def recipe_file(recipe: str, file: str) -> Path:
@@ -51,46 +55,74 @@ def train(*, recipe: str | None, overrides: Sequence[str] = (), resume: str | No
         folder = Path(resume)
         old = build(RunConfig, read_run_config(folder))
         config = build(RunConfig, apply_overrides(resolved(old), overrides))
-        held = [field for field, live in changed_fields(old, config).items() if not live]
+        changed = changed_fields(old, config)
+        held = [field for field, live in changed.items() if not live]
         if held:
             raise UserError(f"{held[0]} cannot change in a running job; start a new run for it")
-        asyncio.run(_train(config, folder, checkpoint.latest(folder)))
+        _run(config, folder, checkpoint.latest(folder), changed=sorted(changed))
     else:
         config = load(RunConfig, recipe_file(recipe or "", "run.toml"), [*overrides, *([f"name={jsonlib.dumps(name)}"] if name else [])])
         folder = new_run_folder(config)
-        asyncio.run(_train(config, folder, None))
+        _run(config, folder, None)
     print(f"report: {folder / 'report.md'}")
     print(folder)
     return 0
 
 
-async def _train(config: RunConfig, folder: Path, resume: Path | None, *, showcase: bool = False, console: Console | None = None) -> None:
-    console = console or Console()
+def _run(config: RunConfig, folder: Path, resume: Path | None, *, changed: Sequence[str] = (), showcase: bool = False) -> None:
+    """One process's part of a run, and its report, whatever ended it. Stopped in any way, it says how to go on."""
+    if changed:
+        _write_revision(config, folder)
+    try:
+        asyncio.run(_train(config, folder, resume, changed, showcase))
+    except BaseException:
+        if checkpoint.exists(folder):
+            write_report(folder)
+            print(f"stopped; to go on: etude train --resume {folder}", file=sys.stderr)
+        raise
+
+
+def _write_revision(config: RunConfig, folder: Path) -> None:
+    """The changed config becomes the run's; the one before it stays beside it."""
+    number = revisions(folder)
+    os.replace(folder / "config.json", folder / f"config.{number}.json")
+    write_resolved(config, folder / "config.json")
+
+
+async def _train(config: RunConfig, folder: Path, resume: Path | None, changed: Sequence[str], showcase: bool) -> None:
+    console = Console()
     with Progress(f"etude {config.recipe} -> {folder}", config.loop.steps, console) as progress:
         run, usage = await local.open_run(config, folder, resume=resume, watch=progress.see, evaluating=progress.evaluation)
-        outcome, detail = "failed", ""
+        outcome, detail, shown = "failed", "", None
         try:
-            _begin(run, resume)
+            _begin(run, resume, changed)
             await run_loop(config.loop, run.parts())
+            if showcase:
+                shown = await _showcase(run)
             outcome = "done"
-            shown = await _showcase(run) if showcase else None
         except (asyncio.CancelledError, KeyboardInterrupt):
             outcome, detail = "interrupted", f"continue with: etude train --resume {folder}"
             raise
         except BaseException as error:
-            detail = f"{type(error).__name__}: {error}"[:500]
+            cause = first_cause(error)
+            detail = f"{type(cause).__name__}: {cause}"[:500]
             raise
         finally:
-            run.recorder.event("run_ended", outcome=outcome, detail=detail, time=run.recorder.ledger, cpu_s=usage.cpu_s())
-            await local.close_run(run)
+            try:
+                run.recorder.event("run_ended", outcome=outcome, detail=detail, time=run.recorder.ledger, cpu_s=usage.cpu_s())
+            finally:
+                await local.close_run(run)
     write_report(folder)
-    if showcase and shown:
-        _print_showcase(console, *shown)
+    if showcase:
+        _print_showcase(console, shown)
 
 
-def _begin(run: Run, resume: Path | None) -> None:
+def _begin(run: Run, resume: Path | None, changed: Sequence[str]) -> None:
     if resume:
         run.recorder.event("run_resumed", from_step=run.start_step, lineage=run.lineage)
+        if changed:
+            values = flat(resolved(run.config))
+            run.recorder.event("config_revision", revision=run.revision, changed={name: values[name] for name in changed})
         return
     config = run.config
     run.recorder.event(
@@ -114,22 +146,27 @@ def versions() -> dict[str, str]:
     return {"etude": etude.__version__, "python": platform.python_version(), **{n: metadata.version(n) for n in names}}
 
 
-def demo(*, name: str | None = None, seed: int = 0, overrides: Sequence[str] = ()) -> int:
+def demo(*, name: str | None = None, seed: int = 0, overrides: Sequence[str] = (), root: Path = Path("runs")) -> int:
     """Reinforcement learning on nano from the shipped checkpoint, measured before and after."""
     words = [f"seed={seed}", f"tasks.seed={seed}", *overrides, *([f"name={jsonlib.dumps(name)}"] if name else [])]
     config = load(RunConfig, recipe_file("nano", "run.toml"), words)
-    folder = new_run_folder(config)
+    folder = new_run_folder(config, root)
     console = Console()
     console.print(f"Training the nano policy with reinforcement in real sandboxes; run folder {folder}", highlight=False)
-    asyncio.run(_train(config, folder, None, showcase=True, console=console))
-    console.print((folder / "report.md").read_text(), highlight=False, markup=False)
+    _run(config, folder, None, showcase=True)
+    console.rule("what it learned")
+    console.print(Markdown((folder / "report.md").read_text()))
+    console.print(as_terminal(read_facts(folder)), highlight=False, markup=False)
+    console.print(
+        f"plot: {folder / 'plot.svg'}   report: {folder / 'report.md'}   any trajectory: {folder / 'trajectories'}", highlight=False
+    )
     print(folder)
     return 0
 
 
 async def _showcase(run: Run) -> tuple[Task, Graded] | None:
-    """A held-out task that the policy failed before and solves now, rolled out once more with the trained weights."""
-    tasks = heldout_tasks(40, seed=1)
+    """The first of some held-out tasks, none of them in the suites, that the trained policy solves in at least three turns."""
+    tasks = heldout_tasks(SHOWN, seed=run.config.eval.seed + 1)
     with run.recorder.timed("showcase"):
         rollout = run.rollout("-show-")
         for index, task in enumerate(tasks):
@@ -139,7 +176,13 @@ async def _showcase(run: Run) -> tuple[Task, Graded] | None:
     return None
 
 
-def _print_showcase(console: Console, task: Task, graded: Graded) -> None:
+def _print_showcase(console: Console, shown: tuple[Task, Graded] | None) -> None:
+    if shown is None:
+        console.print(
+            f"none of {SHOWN} further held-out tasks was solved in three turns or more, so there is none to show", highlight=False
+        )
+        return
+    task, graded = shown
     console.rule(f"one held-out task: {task.id}")
     for message in graded.trajectory.messages:
         for call in message.calls:
@@ -161,15 +204,23 @@ def _print_showcase(console: Console, task: Task, graded: Graded) -> None:
 # pretrain
 
 
-def pretrain(*, recipe: str, overrides: Sequence[str] = (), resume: str | None = None, name: str | None = None) -> int:
+def pretrain(*, recipe: str | None, overrides: Sequence[str] = (), resume: str | None = None, name: str | None = None) -> int:
     """Build the corpus when the recipe describes one, then run its phases."""
     from etude.factory.pretraining import RecipeConfig, run_recipe
 
-    config = load(RecipeConfig, recipe_file(recipe, "pretrain.toml"), overrides)
-    folder = Path(resume) if resume else Path("runs") / (name or f"{config.recipe}-pretrain")
-    if not resume and (folder / "checkpoints").exists():
-        raise UserError(f"{folder} exists; give another --name, or continue it with --resume {folder}")
-    result = asyncio.run(run_recipe(config, folder, Console()))
+    if resume:
+        folder = Path(resume)
+        config = build(RecipeConfig, apply_overrides(read_run_config(folder), overrides))
+    else:
+        config = load(RecipeConfig, recipe_file(recipe or "", "pretrain.toml"), overrides)
+        folder = Path("runs") / (name or f"{config.recipe}-pretrain")
+        if (folder / "config.json").exists():
+            raise UserError(f"{folder} exists; give another --name, or continue it with --resume {folder}")
+    try:
+        result = run_recipe(config, folder, Console())
+    except BaseException:
+        print(f"stopped; to go on: etude pretrain --resume {folder}", file=sys.stderr)
+        raise
     print(f"model: {result.model}  weights: {result.weights}")
     print(folder)
     return 0
@@ -183,6 +234,8 @@ def evaluate(*, suite: str, model: str, out: Path, json: bool = False, overrides
     """Score a checkpoint on a suite: heldout, unseen, or a folder of tasks."""
     config = load(RunConfig, recipe_file("nano", "run.toml"), [f"model={jsonlib.dumps(str(model_folder(model)))}", *overrides])
     tasks = _suite_tasks(suite, config)
+    if not tasks:
+        raise UserError(f"{suite} holds no task folder; make some with `etude tasks make`")
     result = asyncio.run(_evaluate(config, Suite(name=suite, tasks=tuple(tasks), seed=config.eval.seed), Path(out)))
     print(jsonlib.dumps(result) if json else _scores(result))
     return 0
@@ -241,25 +294,47 @@ def check(*, run: str) -> int:
 
 
 def tasks_make(*, sources: Sequence[str], out: Path, count: int, seed: int, json: bool = False) -> int:
-    """Write kata tasks as folders; other sources belong to the task factory."""
+    """Make kata tasks, validate each in real sandboxes, and write those that pass as folders."""
     splits = {"katas": "train", "katas:heldout": "heldout", "katas:unseen": "unseen"}
-    counts = {"written": 0}
-    for source in sources:
-        if source not in splits:
-            raise UserError(f"no task source {source!r}; known: {', '.join(splits)}")
-        for task in fixed_tasks(splits[source], count, seed):
-            write_task(task, Path(out) / task.id)
-            counts["written"] += 1
-    print(jsonlib.dumps({"counts": counts, "reasons": {}}) if json else f"{counts['written']} tasks in {out}")
+    unknown = [source for source in sources if source not in splits]
+    if unknown:
+        raise UserError(f"no task source {unknown[0]!r}; known: {', '.join(splits)}")
+    tasks = [task for source in sources for task in fixed_tasks(splits[source], count, seed)]
+    accepted, reasons = _validated(tasks)
+    for task in accepted:
+        write_task(task, Path(out) / task.id)
+    counts = {"written": len(accepted), "rejected": len(tasks) - len(accepted)}
+    print(
+        jsonlib.dumps({"counts": counts, "reasons": reasons}) if json else f"{len(accepted)} tasks in {out}; rejected: {reasons or 'none'}"
+    )
     return 0
 
 
 def tasks_check(*, folder: Path, json: bool = False) -> int:
     """Validate every task of a folder in real sandboxes; exit status 1 when one is rejected."""
+    if not Path(folder).is_dir():
+        raise UserError(f"no folder {folder}; give one that `etude tasks make` wrote")
+    tasks, unreadable = [], 0
+    for path in sorted(p for p in Path(folder).iterdir() if p.is_dir()):
+        try:
+            tasks.append(read_task(path))
+        except TaskError as error:
+            print(f"unreadable: {error}", file=sys.stderr)
+            unreadable += 1
+    total = len(tasks) + unreadable
+    if not total:
+        raise UserError(f"{folder} holds no task folder; make some with `etude tasks make`")
+    accepted, reasons = _validated(tasks)
+    reasons |= {"unreadable": unreadable} if unreadable else {}
+    answer = {"counts": {"tasks": total, "accepted": len(accepted), "rejected": total - len(accepted)}, "reasons": reasons}
+    print(jsonlib.dumps(answer) if json else f"{len(accepted)} of {total} tasks accepted; rejected: {reasons or 'none'}")
+    return 0 if len(accepted) == total else 1
+
+
+def _validated(tasks: Sequence[Task]) -> tuple[list[Task], dict[str, int]]:
+    """The tasks that pass the validator, and how many did not, by reason."""
     from etude.sandbox.open import open_host
     from etude.tasks.validate import validate_tasks
-
-    tasks = [read_task(p) for p in sorted(Path(folder).iterdir()) if p.is_dir()]
 
     async def validate() -> Any:
         host = open_host()
@@ -269,10 +344,7 @@ def tasks_check(*, folder: Path, json: bool = False) -> int:
             await host.close()
 
     funnel = asyncio.run(validate())
-    accepted, reasons = funnel.accepted, {str(k): v for k, v in funnel.rejected.items()}
-    answer = {"counts": {"tasks": len(tasks), "accepted": accepted, "rejected": len(tasks) - accepted}, "reasons": reasons}
-    print(jsonlib.dumps(answer) if json else f"{accepted} of {len(tasks)} tasks accepted; rejected: {reasons or 'none'}")
-    return 0 if accepted == len(tasks) else 1
+    return funnel.tasks, {str(reason): count for reason, count in funnel.rejected.items()}
 
 
 def generate(*, model: str, prompt: str, max_tokens: int = 128, temperature: float = 1.0, seed: int = 0) -> int:

@@ -21,7 +21,6 @@ import inspect
 import itertools
 import os
 import pickle
-import signal
 import socket
 import struct
 import subprocess
@@ -32,7 +31,7 @@ from pathlib import Path
 from typing import Any
 
 from etude.errors import DeadlineError, InfraError, IntegrityError
-from etude.parts import Run, RunConfig, make_engine, make_trainer, model_folder
+from etude.parts import Run, RunConfig, make_engine, make_trainer, model_folder, revisions
 from etude.protocols import Engine, Trainer
 from etude.rollout import checkpoint
 from etude.sandbox.open import open_host
@@ -74,8 +73,10 @@ class Remote:
                 id, kind, value = await _read(self._reader)
                 if id in self._waiting:
                     self._waiting[id].put_nowait((kind, value))
-        except (asyncio.IncompleteReadError, ConnectionError):
-            self._gone = f"the {self._name} process (pid {self.pid}) ended with status {self._process.poll()}"
+        except Exception as error:  # whatever it is, nobody must wait for an answer that cannot come
+            ended = isinstance(error, (asyncio.IncompleteReadError, ConnectionError))
+            what = f"ended with status {self._process.poll()}" if ended else f"sent what cannot be read: {error!r}"
+            self._gone = f"the {self._name} process (pid {self.pid}) {what}"
             for queue in self._waiting.values():
                 queue.put_nowait(("error", InfraError(self._gone)))
 
@@ -142,7 +143,11 @@ async def start(name: str, factory: str, setup: dict[str, Any], *, threads: int 
     ours, theirs = socket.socketpair()
     env = os.environ | {"OMP_NUM_THREADS": str(threads), "OMP_WAIT_POLICY": "passive", "ETUDE_THREADS": str(threads)}
     process = subprocess.Popen(
-        [sys.executable, "-m", "etude.local", str(theirs.fileno())], pass_fds=[theirs.fileno()], env=env, stdin=subprocess.DEVNULL
+        [sys.executable, "-m", "etude.local", str(theirs.fileno())],
+        pass_fds=[theirs.fileno()],
+        env=env,
+        stdin=subprocess.DEVNULL,
+        start_new_session=True,  # Ctrl-C is the loop's to handle; it closes our socket
     )
     theirs.close()
     ours.setblocking(False)
@@ -168,7 +173,7 @@ async def open_run(
     """Start the parts of a run, in order, and wire them. `resume` is a checkpoint folder of this run."""
     since = time.monotonic()
     state = checkpoint.read(resume) if resume else None
-    lineage = state.lineage + 1 if state else 0
+    lineage = checkpoint.next_lineage(folder)
     started: list[Any] = [open_host(config.sandbox.backend, unsafe=config.sandbox.unsafe)]
     try:
         trainer, engine = await _start_pair(config, folder, resume, lineage, started)
@@ -184,6 +189,7 @@ async def open_run(
             state=state,
             watch=watch,
             evaluating=evaluating,
+            revision=revisions(folder),
             since=since,
         )
     except BaseException:
@@ -199,6 +205,7 @@ async def _start_pair(config: RunConfig, folder: Path, resume: Path | None, line
     data = (f"katas, seed {config.tasks.seed}",)
     train = {"folder": model, "trainer": trainer_config, "store": str(folder / "weights"), "data": data}
     serve = {"folder": str(resume / "model") if resume else model, "engine": config.engine, "numerics": config.numerics, "version": None}
+    serve["published"] = config.trainer.publish_dtype
 
     async def make(name: str, factory: Callable[..., Any], setup: dict[str, Any]) -> Any:
         here = config.processes == "one"
@@ -310,7 +317,6 @@ def _portable(error: Exception) -> Exception:
 
 
 def main() -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the loop's to handle; it closes our socket
     asyncio.run(_serve(int(sys.argv[1])))
     os._exit(0)  # skips torch's slow interpreter shutdown; the part was closed by its caller
 

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from etude.config import config
-from etude.errors import IntegrityError
+from etude.errors import InfraError, IntegrityError
 from etude.protocols import Engine, Rollout, TaskSource, Trainer
 from etude.records import Task, seed_for
 from etude.rollout.group import roll_group
@@ -47,6 +47,9 @@ class LoopConfig:
         if self.max_staleness < 0:
             raise ValueError(f"loop.max_staleness must be 0 or more, got {self.max_staleness}")
 
+    def evaluates_at(self, step: int) -> bool:
+        return step in (0, self.steps) or bool(self.eval_every and step % self.eval_every == 0)
+
 
 @dataclass(frozen=True, kw_only=True)
 class Parts:
@@ -65,9 +68,14 @@ class Parts:
 
 
 async def run(config: LoopConfig, parts: Parts) -> None:
-    """Run to the last step. Ctrl-C (cancellation) leaves the last checkpoint as the place to resume from."""
+    """Run to the last step. Ctrl-C (cancellation) leaves the last checkpoint as the place to resume from.
+
+    A checkpoint is written before the evaluation of its step, so a resumed run starts with the evaluation it may have missed.
+    """
     if parts.start_step == 0:
-        await parts.evaluate(0)
+        await parts.checkpoint(0)
+    if config.evaluates_at(parts.start_step):
+        await parts.evaluate(parts.start_step)
     async with asyncio.TaskGroup() as crew:
         rolling = crew.create_task(roll_forever(config, parts))
         await learn(config, parts)
@@ -100,6 +108,8 @@ async def learn(config: LoopConfig, parts: Parts) -> None:
     for step in range(parts.start_step, config.steps):
         with timed("wait_groups"):
             groups = await parts.slots.take(config.groups_per_step)
+        if not any(group.members for group in groups):
+            raise InfraError(f"every rollout of step {step} was broken by a machine, the last one by: {groups[-1].dropped[-1].detail}")
         with timed("train"):
             report = await parts.trainer.step(groups)
         if config.schedule == "lockstep":
@@ -123,5 +133,5 @@ async def learn(config: LoopConfig, parts: Parts) -> None:
             with timed("checkpoint"):
                 await parts.checkpoint(step + 1)
         parts.slots.release()
-        if last or (config.eval_every and (step + 1) % config.eval_every == 0):
+        if config.evaluates_at(step + 1):
             await parts.evaluate(step + 1)

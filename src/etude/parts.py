@@ -19,7 +19,7 @@ import etude
 from etude.agent.chat import EngineChat
 from etude.agent.loop import AgentConfig
 from etude.config import config, write_resolved
-from etude.errors import CheckpointError, UserError
+from etude.errors import CheckpointError, IntegrityError, UserError
 from etude.evals.suite import Result, Suite, evaluate
 from etude.inference.config import EngineConfig
 from etude.loop import LoopConfig, Parts
@@ -38,6 +38,8 @@ from etude.trainer.config import RLConfig
 
 PACKAGED = {"nano": Path(__file__).parent / "nano"}
 """Checkpoints that come with the package, by name."""
+UNSEEN_SLICES = 8
+"""Runs of this many consecutive seeds are evaluated on different tasks of unseen families."""
 
 
 @config
@@ -47,7 +49,8 @@ class EvalConfig:
     unseen: int = 70
     """Tasks of families never met in reinforcement."""
     seed: int = 0
-    """Of the task lists. Sampling seeds of a suite follow from it, so two versions see the same dice."""
+    """Of the held-out tasks, the same for every run. Sampling seeds of a suite follow from it, so two versions see the same dice.
+    Unseen tasks are a slice of one such list, chosen by the run's seed: runs of different seeds can be pooled."""
 
 
 @config
@@ -124,8 +127,10 @@ def _settle() -> None:
         libc.mallopt(trim_threshold, 2**31 - 1)
 
 
-def make_engine(*, folder: str, engine: EngineConfig, numerics: Numerics, version: Version | None, device: str = "cpu") -> Engine:
-    """The native engine on a model folder. Weights arrive in their published type and are computed with in float32."""
+def make_engine(
+    *, folder: str, engine: EngineConfig, numerics: Numerics, version: Version | None, published: str = "bfloat16", device: str = "cpu"
+) -> Engine:
+    """The native engine on a model folder. Weights arrive in their `published` type and are computed with in float32 on CPU."""
     import torch
 
     from etude.inference.engine import NativeEngine
@@ -137,8 +142,13 @@ def make_engine(*, folder: str, engine: EngineConfig, numerics: Numerics, versio
     dtype = torch.float32 if device == "cpu" else torch.bfloat16
     model = load_model(Path(folder), dtype=dtype, device=device, numerics=numerics)
     params = dict(model.named_parameters())
-    wire = {name: p.detach().to(torch.bfloat16) for name, p in params.items()}
-    current = version or Version(lineage=0, ordinal=0, hash=weights_hash(wire))
+    wire = {name: p.detach().to(getattr(torch, published)) for name, p in params.items()}
+    found = weights_hash(wire)
+    if version is not None and version.hash != found:
+        raise IntegrityError(
+            f"the weights in {folder} hash to {found}, the run's {version} says {version.hash}; resume from another checkpoint"
+        )
+    current = version or Version(lineage=0, ordinal=0, hash=found)
 
     def apply(state: dict[str, torch.Tensor], manifest: Any, source: str) -> Version:
         """Advance the published weights, then the ones computed with."""
@@ -157,7 +167,7 @@ def make_trainer(*, folder: str, trainer: RLConfig, store: str, data: tuple[str,
     from etude.trainer.rl import RLTrainer
 
     _settle()
-    return RLTrainer(trainer, Path(folder), store=store, data=data, licence="Apache-2.0")
+    return RLTrainer(trainer, Path(folder), store=store, data=data)
 
 
 # ---------------------------------------------------------------------------------------------------
@@ -179,10 +189,11 @@ class Run:
         state: checkpoint.RunState | None = None,
         watch: Callable[[dict[str, Any]], None] | None = None,
         evaluating: Callable[[str, int, int], None] | None = None,
+        revision: int = 0,
         since: float | None = None,
     ) -> None:
         """`since` is the monotonic time at which the run began to start its parts."""
-        self.config, self.folder, self.lineage = config, folder, lineage
+        self.config, self.folder, self.lineage, self.revision = config, folder, lineage, revision
         self.engine, self.trainer, self.host = engine, trainer, host
         self._evaluating = evaluating
         self.recorder = Recorder(folder, clock=config.loop.schedule == "free", lineage=lineage, watch=watch, since=since)
@@ -213,7 +224,13 @@ class Run:
     def rollout(self, label: str) -> AgentRollout:
         c = self.config
         return AgentRollout(
-            host=self.host, chat=self.chat, agent=c.agent, rewards=c.rewards, label=f"{self.lineage}{label}", max_running=c.max_running
+            host=self.host,
+            chat=self.chat,
+            agent=c.agent,
+            rewards=c.rewards,
+            label=f"{self.lineage}{label}",
+            max_running=c.max_running,
+            config_revision=self.revision,
         )
 
     def parts(self) -> Parts:
@@ -239,8 +256,9 @@ class Run:
 
     def suites(self) -> list[Suite]:
         c = self.config.eval
-        lists = (("heldout", heldout_tasks, c.heldout), ("unseen", unseen_tasks, c.unseen))
-        return [Suite(name=name, tasks=tuple(make(n, c.seed)), seed=c.seed) for name, make, n in lists if n]
+        first = self.config.seed % UNSEEN_SLICES * c.unseen
+        lists = {"heldout": heldout_tasks(c.heldout, c.seed), "unseen": unseen_tasks(first + c.unseen, c.seed)[first:]}
+        return [Suite(name=name, tasks=tuple(tasks), seed=c.seed) for name, tasks in lists.items() if tasks]
 
     async def evaluate(self, step: int) -> None:
         """Score the weights now served on the fixed suites, and write the scores as events."""
@@ -282,6 +300,11 @@ def new_run_folder(config: RunConfig, root: Path = Path("runs")) -> Path:
     folder.mkdir(parents=True)
     write_resolved(config, folder / "config.json")
     return folder
+
+
+def revisions(folder: Path) -> int:
+    """How many times the config of a run changed while it went on; the ones before lie beside it as config.N.json."""
+    return len(list(folder.glob("config.*.json")))
 
 
 def read_run_config(folder: Path) -> dict[str, Any]:

@@ -100,7 +100,7 @@ def test_time_sums_to_the_wall_clock_from_spans(tmp_path):
 def test_time_sums_to_the_wall_clock_from_the_loops_own_ledger(tmp_path):
     report = write_report(run(tmp_path, ledger={"wait_groups": 20.0, "train": 12.5}))
     assert report["time"] == {"train": 12.5, "wait_groups": 20.0, "other": 7.5}
-    assert "15.00 (CPU time of all processes)" in (tmp_path / "report.md").read_text()
+    assert "0.13 (CPU time of all processes, evaluation included)" in (tmp_path / "report.md").read_text()
 
 
 def test_waiting_events_of_the_loop_are_a_ledger_too(tmp_path):

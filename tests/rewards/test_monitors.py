@@ -109,6 +109,13 @@ def test_reading_artefacts_drops_when_it_gave_something_and_is_noted_when_not(tr
     assert findings(trajectory, call=call, text="failed", error=ToolError.FAILED) == [("R2", "note")]
 
 
+@pytest.mark.parametrize("nothing", ["[no output]", "[exit 1]", "no files match", "cat: x: No such file or directory\n[exit 1]"])
+def test_an_answer_of_the_harness_alone_gave_nothing(trajectory, nothing):
+    """Otherwise `rm -rf __pycache__` would be a way to have a rollout masked."""
+    call = ("run_terminal", {"command": "rm -rf __pycache__"})
+    assert findings(trajectory, call=call, text=nothing) == [("R2", "note")]
+
+
 @pytest.mark.parametrize(
     "call",
     [

@@ -97,14 +97,29 @@ def test_file_operations_answer_or_say_why_not(on, shop) -> None:
     on(scene)
 
 
-def test_a_search_that_backtracks_for_ever_is_stopped_and_blocks_nobody(on, shop) -> None:
+@pytest.mark.parametrize(("op", "pattern"), [("grep", "(a+)+$"), ("grep", "(a|aa)+b"), ("glob", "*a" * 12 + "*b")])
+def test_a_search_that_backtracks_for_ever_is_stopped_and_blocks_nobody(on, op, pattern) -> None:
     async def scene(host) -> None:
-        sandbox = await host.create(await host.add_image({"a.txt": b"a" * 60 + b"!\n"}))
-        slow = asyncio.create_task(sandbox.call("grep", {"pattern": "(a+)+$", "timeout_s": 1.0}))
+        name = "a" * 120 + ".txt"
+        sandbox = await host.create(await host.add_image({name: b"a" * 60 + b"!\n"}))
+        slow = asyncio.create_task(sandbox.call(op, {"pattern": pattern, "timeout_s": 1.0}))
         await asyncio.sleep(0.05)
-        assert (await sandbox.call("list", {}))["text"] == "a.txt"
+        assert (await sandbox.call("list", {}))["text"] == name
         assert not slow.done()
         assert (await slow)["error"] == "timeout"
+
+    on(scene)
+
+
+def test_a_very_deep_tree_is_walked_and_harms_nobody(on, shop) -> None:
+    async def scene(host) -> None:
+        sandbox = await host.create(await host.add_image(shop))
+        made = await sandbox.exec(
+            ["sh", "-c", "i=0; while [ $i -lt 1500 ]; do mkdir d && cd d || exit 1; i=$((i+1)); done; echo x > deep.py"]
+        )
+        assert made.code == 0
+        assert "shop/stats.py" in (await sandbox.call("glob", {"pattern": "**/*.py"}))["text"].splitlines()
+        assert (await sandbox.call("grep", {"pattern": "def mean"}))["text"].startswith("shop/stats.py:1:")
 
     on(scene)
 

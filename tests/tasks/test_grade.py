@@ -236,6 +236,20 @@ class BrokenHost:
         self.destroyed += 1
 
 
+def test_changes_that_do_not_fit_fail_the_task_and_break_no_machine():
+    """An agent that leaves more than a grading sandbox holds must not have its rollout masked, nor stop the run."""
+
+    class Full(BrokenHost):
+        async def write(self, path, data, *, mode=0o644):
+            raise OSError(28, "No space left on device", path)
+
+    host = Full("nowhere")
+    report = asyncio.run(grade(TASK, solution(TASK), host))
+    assert not report.solved
+    assert "No space left" in report.detail
+    assert host.destroyed == 1
+
+
 @pytest.mark.parametrize("at", ["create", "write", "call"])
 def test_sandbox_trouble_is_an_infra_error_and_nothing_is_left(at):
     host = BrokenHost(at)

@@ -23,20 +23,10 @@ from etude.errors import InfraError, RecordError
 from etude.evals.plot import Point, Series, braille, svg
 from etude.evals.statistics import Estimate, best_of_k, mcnemar, mean_at_k, paired
 from etude.events import read_events
+from etude.rollout.recorder import PART_NAMES
 
 Event = dict[str, Any]
 
-PART_NAMES = {
-    "wait_groups": "waiting for rollouts",
-    "wait_drained": "waiting for the last rollouts (lockstep)",
-    "train": "training steps",
-    "publish": "publishing weights",
-    "swap": "swapping weights in the engine",
-    "checkpoint": "checkpoints",
-    "evaluate": "held-out evaluation",
-    "start": "starting",
-    "other": "everything else",
-}
 SWEEP = ("train", "publish", "swap", "checkpoint", "evaluate", "wait_groups")
 """Where two things went on at once, the first of these is charged: it is what the loop was doing."""
 METRICS = ("dlogp_mean", "dlogp_p99", "dlogp_max", "engine_dlogp_max", "mismatch_kl", "ess", "clip_share", "kl", "grad_norm", "entropy")
@@ -447,7 +437,8 @@ def _md_scores(facts: Facts) -> str:
     head = ["suite", "tasks", "steps", "before", "after", "difference on the same tasks", "gained", "lost", "p"]
     note = (
         "Brackets are 95 % intervals: Wilson for a rate, Newcombe's paired score interval for a difference; "
-        "p is McNemar's exact test. Unseen suites are function families that no training task came from."
+        "p is McNemar's exact test. Unseen suites are function families that no task of reinforcement came from; the text a policy was "
+        "pretrained on may know the family, never these constants and names."
     )
     return f"## pass@1\n\n{_table(head, rows)}\n\n{note}\n\n![pass@1 over steps](plot.svg)"
 
@@ -493,10 +484,13 @@ def _md_cost(facts: Facts, report: dict[str, Any]) -> str:
     rows = [["rollouts ended", str(count)], ["solved in training", _number(r["solved"] / count if count else None, "rate")]]
     if count and wall:
         cores = facts.cores or os.cpu_count() or 1
-        if facts.cpu_s:
-            rows.append(["core-seconds per rollout, all in", f"{facts.cpu_s / count:.2f} (CPU time of all processes)"])
+        played = count + sum(e.n for e in facts.evaluations.values())
+        if facts.cpu_s and not facts.resumes:
+            rows.append(
+                ["core-seconds per rollout, all in", f"{facts.cpu_s / played:.2f} (CPU time of all processes, evaluation included)"]
+            )
         else:
-            rows.append(["core-seconds per rollout, all in", f"at most {wall * cores / count:.2f} (wall clock x {cores} cores)"])
+            rows.append(["core-seconds per rollout, all in", f"at most {wall * cores / played:.2f} (wall clock x {cores} cores)"])
         rows.append(["sampled tokens per second of wall clock", f"{r['tokens'] / wall:.0f}"])
     stops = ", ".join(f"{name} {n}" for name, n in sorted(facts.stops.items()))
     failures = ", ".join(f"{name} {n}" for name, n in sorted(facts.failures.items()))

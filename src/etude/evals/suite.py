@@ -1,6 +1,7 @@
 """Held-out evaluation: a fixed list of tasks and sampling seeds, through the same rollout code as training.
 
-A task whose machine broke is tried once more and then left out of the score and counted; it is never a failure.
+A task whose machine broke is tried once more and then left out of the score and counted; it is never a failure. A suite of which
+nothing is left is an error.
 """
 
 from __future__ import annotations
@@ -63,17 +64,18 @@ class Result:
 async def evaluate(suite: Suite, rollout: Rollout, *, progress: Callable[[int, int], None] | None = None) -> Result:
     """Run every task once. The rollout limits how many run at a time."""
     done = 0
+    last: InfraError | None = None
 
     async def one(index: int, task: Task) -> Graded | None:
-        nonlocal done
+        nonlocal done, last
         seed = seed_for("eval", suite.name, suite.seed, index)
         graded: Graded | None = None
         for _ in range(2):
             try:
                 graded = await rollout(task, group=index, member=0, seed=seed)
                 break
-            except InfraError:
-                continue
+            except InfraError as error:
+                last = error
         done += 1
         if progress:
             progress(done, len(suite.tasks))
@@ -81,4 +83,7 @@ async def evaluate(suite: Suite, rollout: Rollout, *, progress: Callable[[int, i
 
     async with asyncio.TaskGroup() as crew:
         running = [crew.create_task(one(i, t)) for i, t in enumerate(suite.tasks)]
-    return Result(suite=suite.name, graded=tuple(done.result() for done in running))
+    result = Result(suite=suite.name, graded=tuple(task.result() for task in running))
+    if last is not None and not any(result.graded):
+        raise InfraError(f"no task of suite {suite.name!r} could be run, the last one for: {last}") from last
+    return result

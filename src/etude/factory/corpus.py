@@ -27,7 +27,7 @@ from etude.factory.renaming import renaming
 from etude.protocols import SandboxHost
 from etude.records import Message, ToolError, ToolResult, content_hash, seed_for
 from etude.tasks.deletion import DeleteLevel
-from etude.tasks.katas.package import FAMILIES, Kata, make_package
+from etude.tasks.katas.package import FAMILIES, VERSION, Kata, make_package
 from etude.tasks.prompt import make_prompt
 from etude.tasks.source import kata_of, make_task
 from etude.text.calls import format_call
@@ -83,7 +83,7 @@ async def build_corpus(config: CorpusConfig, out: Path, host: SandboxHost, progr
 
 
 def corpus_hash(config: CorpusConfig) -> str:
-    return content_hash("corpus", resolved(config), sorted(FAMILIES))
+    return content_hash("corpus", VERSION, resolved(config), sorted(FAMILIES))
 
 
 async def _play(config: CorpusConfig, split: str, numbers: range, host: SandboxHost) -> list[dict[str, Any]]:

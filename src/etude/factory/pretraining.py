@@ -31,15 +31,15 @@ class RecipeConfig:
     """CPU threads of each process of `pretrain.processes`."""
 
 
-async def run_recipe(config: RecipeConfig, folder: Path, console: Console) -> PretrainResult:
-    """Waits for: the corpus, then every phase. Interrupted, it goes on from the last part and the last checkpoint."""
+def run_recipe(config: RecipeConfig, folder: Path, console: Console) -> PretrainResult:
+    """The corpus, then every phase. Interrupted, it goes on from the last part and the last checkpoint."""
     folder.mkdir(parents=True, exist_ok=True)
     write_resolved(config, folder / "config.json")
     pretrain_config = config.pretrain
     if config.corpus is not None:
-        corpus = await _corpus(config.corpus, Path(config.cache), console)
+        corpus = asyncio.run(_corpus(config.corpus, Path(config.cache), console))
         pretrain_config = _located(pretrain_config, corpus)
-    return await asyncio.to_thread(_train, pretrain_config, folder, config.threads, console)
+    return _train(pretrain_config, folder, config.threads, console)
 
 
 async def _corpus(config: CorpusConfig, cache: Path, console: Console) -> Path:

@@ -71,8 +71,8 @@ def artefacts(task: Task, trajectory: Trajectory) -> tuple[Finding, ...]:
 
 def _tells_something(call: ToolCall, result: ToolResult) -> bool:
     """Whether the answer carries content rather than a refusal or an empty list."""
-    text = result.text.strip()
-    refusal = re.search(r"No such file|not found|cannot access|no matches|Permission denied", text)
+    text = re.sub(r"^\[.*\]$", "", result.text, flags=re.MULTILINE).strip()  # the harness's own remarks, such as [exit 1]
+    refusal = re.search(r"No such file|not found|cannot access|no matches|no files match|Permission denied", text)
     return call.name != "list_dir" and bool(text) and refusal is None and text != "(empty)"
 
 

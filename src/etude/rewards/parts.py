@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import re
 from collections.abc import Iterable
 
 from etude.config import config, live
@@ -21,6 +22,10 @@ from etude.records import Effort, StopReason, Task, TestReport, ToolError, Traje
 
 BROKEN = frozenset({ToolError.UNKNOWN_TOOL, ToolError.BAD_CALL, ToolError.BAD_ARGUMENTS, ToolError.FORBIDDEN})
 """Errors of the call itself. A tool that ran and could not do it (FAILED, TIMEOUT) is a normal part of work."""
+
+
+_OPEN = re.compile(r"\s*(?:[-*]\s*)?\[ \]")
+"""An item of a to-do list that is not ticked, as the todo tool reads it."""
 
 
 @config
@@ -112,10 +117,11 @@ def tool_errors(trajectory: Trajectory) -> tuple[int, int]:
 
 def open_todos(trajectory: Trajectory) -> int:
     """Items of the last accepted to-do list that are not ticked."""
-    calls = [call for m in trajectory.messages for call in m.calls if call.name == "todo" and call.error is None]
+    refused = {r.call_id for m in trajectory.messages for r in m.results if r.error is not None}
+    calls = [c for m in trajectory.messages for c in m.calls if c.name == "todo" and c.error is None and c.id not in refused]
     if not calls:
         return 0
-    return sum(line.strip().startswith("[ ]") for line in calls[-1].arguments.get("items", "").splitlines())
+    return sum(bool(_OPEN.match(line)) for line in calls[-1].arguments.get("items", "").splitlines())
 
 
 def comment_ratio(diff: str) -> float:

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from etude.errors import CheckpointError
+from etude.events import read_events
 from etude.protocols import TaskSource, Trainer
 from etude.records import Group, Task, from_dict, to_dict
 from etude.rollout.shards import read_groups, write_groups
@@ -64,7 +65,7 @@ async def save(run: Path, step: int, *, lineage: int, seed: int, trainer: Traine
     }
     path = tmp / "state.json"
     path.write_text(json.dumps(state))
-    for each in (path, tmp):
+    for each in (*tmp.rglob("*"), tmp):
         _flush(each)
     if final.exists():
         shutil.rmtree(final)
@@ -75,11 +76,24 @@ async def save(run: Path, step: int, *, lineage: int, seed: int, trainer: Traine
     return final
 
 
+def next_lineage(run: Path) -> int:
+    """The lineage a run's next process works in: 0 at the start, then one above all that its log knows, so that two resumes from
+    one checkpoint never share a lineage."""
+    log = run / "events.jsonl"
+    events = read_events(log) if log.exists() else ()
+    return max((e["lineage"] for e in events if e["kind"] in ("run_started", "run_resumed")), default=-1) + 1
+
+
+def exists(run: Path) -> bool:
+    """Whether there is one to resume from."""
+    return bool(_steps(run))
+
+
 def latest(run: Path) -> Path:
     """The newest whole checkpoint of a run."""
     steps = _steps(run)
     if not steps:
-        raise CheckpointError(f"{run} has no checkpoint to resume from; start the run again without --resume")
+        raise CheckpointError(f"{run} has no checkpoint to resume from; start the run again under another name")
     return run / "checkpoints" / f"step-{steps[-1]}"
 
 
@@ -90,18 +104,21 @@ def read(folder: Path) -> RunState:
         state = json.loads(path.read_text())
     except (OSError, json.JSONDecodeError) as error:
         raise CheckpointError(f"{path} cannot be read ({error}); use an older checkpoint beside it") from error
-    if state.get("format") != FORMAT:
-        raise CheckpointError(f"{path} has format {state.get('format')!r}, this etude reads {FORMAT}")
-    return RunState(
-        step=state["step"],
-        lineage=state["lineage"],
-        seed=state["seed"],
-        next_admission=state["next_admission"],
-        trained=state["trained"],
-        again=[(admission, from_dict(task, Task)) for admission, task in state["again"]],
-        ready=read_groups(folder / "groups"),
-        curriculum=state["curriculum"],
-    )
+    if not isinstance(state, dict) or state.get("format") != FORMAT:
+        raise CheckpointError(f"{path} is not of format {FORMAT}, the only one this etude reads; resume with the version that wrote it")
+    try:
+        return RunState(
+            step=state["step"],
+            lineage=state["lineage"],
+            seed=state["seed"],
+            next_admission=state["next_admission"],
+            trained=state["trained"],
+            again=[(admission, from_dict(task, Task)) for admission, task in state["again"]],
+            ready=read_groups(folder / "groups"),
+            curriculum=state["curriculum"],
+        )
+    except (KeyError, TypeError, ValueError) as error:
+        raise CheckpointError(f"{path} is malformed ({error!r}); use an older checkpoint beside it") from error
 
 
 def _steps(run: Path) -> list[int]:

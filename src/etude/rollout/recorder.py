@@ -16,6 +16,20 @@ from etude.events import EventLog
 from etude.records import Graded, Group, Manifest, StepReport, Task, Version
 from etude.rollout.shards import ShardWriter
 
+PART_NAMES = {
+    "wait_groups": "waiting for rollouts",
+    "wait_drained": "waiting for the last rollouts (lockstep)",
+    "train": "training steps",
+    "publish": "publishing weights",
+    "swap": "swapping weights in the engine",
+    "checkpoint": "checkpoints",
+    "evaluate": "held-out evaluation",
+    "start": "starting",
+    "showcase": "the showcase",
+    "other": "everything else",
+}
+"""Parts of the ledger, as people read them."""
+
 
 class Recorder:
     """One per run. `watch` receives every event as a dict, for live progress."""

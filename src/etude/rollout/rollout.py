@@ -1,8 +1,8 @@
 """One rollout: sandbox -> agent -> trajectory -> grade in a pristine sandbox -> graded record.
 
 The same code runs a training rollout, an evaluation and a showcase; only the label of its ids differs. An `InfraError`
-at any point leaves here as itself, with the place it happened in front, after the sandbox is gone: whoever asked for
-the rollout masks it. Everything the policy did wrong is in the record instead.
+at any point leaves here as itself, after the sandbox is gone: whoever asked for the rollout masks it. Everything the
+policy did wrong is in the record instead.
 """
 
 from __future__ import annotations
@@ -24,6 +24,8 @@ from etude.tasks.grade import grade
 
 DIFF_CHARS = 20_000
 """Characters of the diff kept for people; the grader reads the changes themselves."""
+DIFFED_BYTES = 200_000
+"""A larger file is named and not compared: the comparison is quadratic, and blocks the loop."""
 
 
 class ChatFactory(Protocol):
@@ -140,6 +142,9 @@ def unified_diff(task: Task, changes: Sequence[Change]) -> str:
     before = dict(task.files)
     parts: list[str] = []
     for change in changes:
+        if change.data is not None and len(change.data) > DIFFED_BYTES:
+            parts.append(f"+++ b/{change.path} ({len(change.data)} bytes)\n")
+            continue
         old = before.get(change.path, "").splitlines(keepends=True)
         new = (change.data or b"").decode("utf-8", "replace").splitlines(keepends=True)
         parts += difflib.unified_diff(old, new, f"a/{change.path}", f"b/{change.path}")

@@ -56,7 +56,8 @@ MAX_MATCHES = 1000
 REPETITION = re.compile(r"[*+?{]")
 INLINE_BYTES = 1 << 16
 INLINE_LINE = 2000
-"""A search with at most one repetition over this much text in such lines is done at once: quadratic at worst, and a fork costs 5 ms."""
+"""A search with at most one repetition, and none of a group, over this much text in such lines is done at once: quadratic at worst,
+and a fork costs 5 ms."""
 MAX_WALK = 50_000
 OUTPUT_STOP = 64 * 2**20
 """A command that writes this much, and 16 times what is kept, is stopped: endless output costs a core."""
@@ -321,10 +322,12 @@ class Server:
                 self._requests[(connection, request_id)] = outcome
         except Refusal as refusal:
             connection.answer(request_id, {"error": refusal.kind, "text": str(refusal)})
-        except (OSError, ValueError, TypeError, KeyError) as error:
-            kind, text = "bad_arguments", repr(error)
+        except Exception as error:  # this process is the sandbox: whatever a request does, the next one must find it alive
+            kind, text = "failed", repr(error)
+            if isinstance(error, (ValueError, TypeError, KeyError)):
+                kind = "bad_arguments"
             if isinstance(error, OSError):
-                kind, text = "failed", f"{error.strerror or error}: {error.filename or ''}".rstrip(": ")
+                text = f"{error.strerror or error}: {error.filename or ''}".rstrip(": ")
             connection.answer(request_id, {"error": kind, "text": text})
 
     # -- children
@@ -772,27 +775,43 @@ class Server:
             reply({"entry": None})
 
     def _walk(self, top: str) -> Iterator[str]:
-        """Files below `top`, sorted, relative to the workspace where they are in it. Links are not followed."""
-        count = 0
-        for folder, dirs, files in os.walk(top):
-            dirs[:] = sorted(d for d in dirs if d not in SKIPPED_DIRS)
-            for name in sorted(files):
+        """Files below `top`, sorted, relative to the workspace where they are in it. Links are not followed, and no depth is too much."""
+        count, folders = 0, [top]
+        while folders:
+            folder, inner = folders.pop(), []
+            try:
+                entries = sorted(os.scandir(folder), key=lambda entry: entry.name)
+            except OSError:  # gone, not readable, or its name is too long to open
+                continue
+            for entry in entries:
+                if entry.is_dir():
+                    if not entry.is_symlink() and entry.name not in SKIPPED_DIRS:
+                        inner.append(entry.path)
+                    continue
                 count += 1
                 if count > MAX_WALK:
                     return
-                full = os.path.join(folder, name)
-                yield os.path.relpath(full, self.workdir) if full.startswith(self.workdir + os.sep) else full
+                yield os.path.relpath(entry.path, self.workdir) if entry.path.startswith(self.workdir + os.sep) else entry.path
+            folders += reversed(inner)
 
-    def op_glob(self, arguments: dict[str, Any], reply: Callable) -> None:
+    def op_glob(self, arguments: dict[str, Any], reply: Callable) -> Run | None:
+        """Several stars in one name can backtrack for long; such a pattern is matched by a child."""
         pattern = arguments.get("pattern")
         if not isinstance(pattern, str) or not pattern:
             raise Refusal("bad_arguments", "glob needs a pattern, such as **/*.py")
         if len(pattern) > 1000:
             raise Refusal("bad_arguments", "the pattern is longer than 1000 characters")
         matches = glob_matcher(pattern.removeprefix("./"))
-        found = [path for path in self._walk(self.workdir) if matches(path)]
-        more = f"\n({len(found) - MAX_MATCHES} more)" if len(found) > MAX_MATCHES else ""
-        reply({"text": "\n".join(found[:MAX_MATCHES]) + more or "no files match"})
+
+        def listing() -> str:
+            found = [path for path in self._walk(self.workdir) if matches(path)]
+            more = f"\n({len(found) - MAX_MATCHES} more)" if len(found) > MAX_MATCHES else ""
+            return "\n".join(found[:MAX_MATCHES]) + more
+
+        if max(name.count("*") for name in pattern.split("/")) > 2:
+            return self._search(listing, reply, arguments, pattern, "no files match")
+        reply({"text": listing() or "no files match"})
+        return None
 
     def op_grep(self, arguments: dict[str, Any], reply: Callable) -> Run | None:
         """A pattern of the caller's may backtrack for ever: unless it cannot, and there is little to read, the search is a child's."""
@@ -808,14 +827,19 @@ class Server:
             raise Refusal("failed", f"no such path: {given}")
         matches = glob_matcher(glob.removeprefix("./")) if glob else None
         paths = [path for path in (self._walk(top) if os.path.isdir(top) else [given]) if matches is None or matches(path)]
-        if len(REPETITION.findall(pattern)) <= 1 and self._total_size(paths) <= INLINE_BYTES:
+        if "(" not in pattern and len(REPETITION.findall(pattern)) <= 1 and self._total_size(paths) <= INLINE_BYTES:
             with contextlib.suppress(OverflowError):
                 reply({"text": "\n".join(search(compiled, paths, self.workdir, longest=INLINE_LINE)) or "no matches"})
                 return None
 
+        return self._search(lambda: "\n".join(search(compiled, paths, self.workdir)), reply, arguments, pattern, "no matches")
+
+    def _search(self, find: Callable[[], str], reply: Callable, arguments: dict[str, Any], pattern: str, nothing: str) -> Run:
+        """Answer with what `find` says in a child, which may be stopped."""
+
         def body(_results: int) -> None:
             with open(1, "wb", closefd=False) as out:
-                out.write("\n".join(search(compiled, paths, self.workdir)).encode("utf-8", "replace"))
+                out.write(find().encode("utf-8", "replace"))
 
         def ended(run: Run) -> None:
             if run.limit:
@@ -823,7 +847,7 @@ class Server:
             elif run.code != 0:
                 reply({"error": "failed", "text": f"the search ended with status {run.code}"})
             else:
-                reply({"text": run.capture.bytes().decode("utf-8", "replace") or "no matches"})
+                reply({"text": run.capture.bytes().decode("utf-8", "replace") or nothing})
 
         return self._fork(body, ended, _seconds(arguments, 10.0))
 

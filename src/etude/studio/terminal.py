@@ -6,13 +6,15 @@ On a terminal: one panel that redraws. Elsewhere (a pipe, a log file): one plain
 from __future__ import annotations
 
 import time
-from collections import deque
+from collections import defaultdict, deque
 from typing import Any
 
 from rich.console import Console, Group
 from rich.live import Live
 from rich.table import Table
 from rich.text import Text
+
+from etude.rollout.recorder import PART_NAMES
 
 
 class Progress:
@@ -25,6 +27,7 @@ class Progress:
         self.what = "starting"
         self.since = time.monotonic()
         self.started = time.monotonic()
+        self.spent: defaultdict[str, float] = defaultdict(float)
         self.rollouts = 0
         self.failed = 0
         self.tokens: deque[tuple[float, int]] = deque(maxlen=400)
@@ -64,6 +67,7 @@ class Progress:
             self._live.update(self.render())
 
     def _on_waiting(self, event: dict[str, Any]) -> None:
+        self.spent[self.what] += time.monotonic() - self.since
         self.what, self.since = event["what"], time.monotonic()
 
     def _on_rollout_ended(self, event: dict[str, Any]) -> None:
@@ -120,8 +124,10 @@ class Progress:
         )
         grid.add_row("tokens/s", f"{self._rate():.0f}", "staleness", self._staleness(), "mismatch", f"{m.get('dlogp_mean', 0.0):.1e}")
         grid.add_row("rollouts", str(self.rollouts), "masked", str(self.failed), "elapsed", f"{time.monotonic() - self.started:.0f} s")
-        now = self.evaluating or f"{self.what} ({time.monotonic() - self.since:.0f} s)"
-        rows: list[Any] = [Text(self.title, style="bold"), grid, Text("now: " + now, style="dim")]
+        now = self.evaluating or f"{PART_NAMES.get(self.what, self.what)} ({time.monotonic() - self.since:.0f} s)"
+        longest = sorted(self.spent.items(), key=lambda item: -item[1])[:5]
+        so_far = ", ".join(f"{PART_NAMES.get(part, part)} {seconds:.0f} s" for part, seconds in longest)
+        rows: list[Any] = [Text(self.title, style="bold"), grid, Text("now: " + now, style="dim"), Text("so far: " + so_far, style="dim")]
         rows += [Text(_eval_line(e)) for e in self.evals[-6:]]
         return Group(*rows)
 

@@ -90,8 +90,12 @@ async def grade(task: Task, changes: Sequence[Change], host: SandboxHost, *, lim
         if not files:
             for path, data in hidden.items():
                 await sandbox.write(path, data)
-        await _apply(sandbox, allowed.changes, set(files))
-        run = await run_pytest(sandbox, files_of(expected), task.grader.time_limit_s)
+        try:
+            await _apply(sandbox, allowed.changes, set(files))
+        except OSError as error:  # the agent's files do not fit, or cannot stand where it put them
+            run = TestRun(outcomes={}, messages={}, complete=False, ending=f"the changes cannot be applied: {error}")
+        else:
+            run = await run_pytest(sandbox, files_of(expected), task.grader.time_limit_s)
     finally:
         await sandbox.destroy()
     return report_of(run, expected)

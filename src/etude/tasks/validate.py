@@ -82,6 +82,8 @@ class Funnel:
 
     def __init__(self) -> None:
         self.accepted = 0
+        self.tasks: list[Task] = []
+        """The stored tasks that were accepted, where tasks were judged."""
         self.rejected: collections.Counter[Reject] = collections.Counter()
 
     def count(self, verdict: Verdict) -> Verdict:
@@ -253,7 +255,8 @@ async def validate_tasks(
     funnel = funnel if funnel is not None else Funnel()
     seen = seen if seen is not None else set()
     for task in tasks:
-        funnel.count(await validate_task(task, host, repeats=repeats, seen=seen))
+        if funnel.count(await validate_task(task, host, repeats=repeats, seen=seen)).accepted:
+            funnel.tasks.append(task)
     return funnel
 
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import signal
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -108,6 +109,7 @@ def _join(rank: int, count: int, meeting: str) -> None:
 
 
 def _other(rank: int, count: int, meeting: str, threads: int, follow: Callable[..., None], args: tuple[Any, ...]) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is rank 0's to handle; it ends the others
     torch.set_num_threads(threads)
     _join(rank, count, meeting)
     follow(Ranks(rank=rank, count=count), *args)
