@@ -18,9 +18,9 @@ from etude.trainer.config import RLConfig
 from etude.trainer.rl import RLTrainer
 
 
-def native_engine(folder):
-    """Weights arrive in bfloat16 and are computed with in float32."""
-    model = load_model(folder, numerics="invariant")
+def native_engine(folder, dtype=torch.float32):
+    """Weights arrive in bfloat16 and are computed with in `dtype`."""
+    model = load_model(folder, dtype=dtype, numerics="invariant")
     params = dict(model.named_parameters())
     wire = {n: p.detach().to(torch.bfloat16) for n, p in params.items()}
     with torch.no_grad():
@@ -86,11 +86,11 @@ async def sampled_group(engine, admission, rewards, *, turns=2):
     return Group(admission=admission, task_id="t", admitted_at=await engine.version(), members=tuple(members))
 
 
-@pytest.mark.parametrize("replay", [True, False])
-def test_mismatch_is_exactly_zero_over_steps_and_swaps(folders, tmp_path, replay):
+@pytest.mark.parametrize(("replay", "dtype"), [(True, "float32"), (False, "float32"), (True, "bfloat16")])
+def test_mismatch_is_exactly_zero_over_steps_and_swaps(folders, tmp_path, replay, dtype):
     async def go():
-        engine = native_engine(folders["moe"])
-        config = RLConfig(lr=1e-2, kl=1e-2, numerics="invariant", router_replay=replay, row_tokens=64)
+        engine = native_engine(folders["moe"], getattr(torch, dtype))
+        config = RLConfig(lr=1e-2, kl=1e-2, numerics="invariant", router_replay=replay, row_tokens=64, compute_dtype=dtype)
         trainer = RLTrainer(config, folders["moe"], store=tmp_path)
         reports, late = [], None
         for step in range(3):

@@ -332,7 +332,7 @@ def heldout_tasks(n: int, seed: int = 0) -> list[Task]:
 
 
 def unseen_tasks(n: int, seed: int = 0) -> list[Task]:
-    """Families that training never uses."""
+    """Families that no task of reinforcement comes from. Pretraining text knows them, with other constants and names."""
     return fixed_tasks("unseen", n, seed)
 
 

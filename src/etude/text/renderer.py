@@ -391,19 +391,23 @@ def _by_name(name: str, tokenizer: TextTokenizer, chat_template: str | None, con
 
 
 def _agrees(renderer: TurnRenderer, tokenizer: TextTokenizer, chat_template: str, config: Mapping[str, Any]) -> bool:
-    """Whether a template writes what our renderer writes, on a conversation of each role ending in a request for the next turn."""
-    probe = [("system", "s 1"), ("user", "u\n2 "), ("assistant", "a 3"), ("user", "u 4")]
-    ours = [id for role, text in probe for id in renderer.render(Message(role=role, text=text))] + renderer.open_assistant()
-    try:
-        theirs = _compile(chat_template).render(
-            messages=[{"role": role, "content": text} for role, text in probe],
-            add_generation_prompt=True,
-            tools=None,
-            **{k: _token_text(config.get(k)) for k in ("bos_token", "eos_token")},
-        )
-    except Exception:  # a template is a program from outside; one that fails on the probe is not ours
-        return False
-    return tokenizer.encode_markup(theirs) == ours
+    """Whether a template writes what our renderer writes, on conversations of each role ending in a request for the next turn; one
+    of them has no system message, since some templates put in their own."""
+    turns = [("system", "s 1"), ("user", "u\n2 "), ("assistant", "a 3"), ("user", "u 4")]
+    for probe in (turns, turns[1:]):
+        ours = [id for role, text in probe for id in renderer.render(Message(role=role, text=text))] + renderer.open_assistant()
+        try:
+            theirs = _compile(chat_template).render(
+                messages=[{"role": role, "content": text} for role, text in probe],
+                add_generation_prompt=True,
+                tools=None,
+                **{k: _token_text(config.get(k)) for k in ("bos_token", "eos_token")},
+            )
+        except Exception:  # a template is a program from outside; one that fails on the probe is not ours
+            return False
+        if tokenizer.encode_markup(theirs) != ours:
+            return False
+    return True
 
 
 def _named(source: Any) -> str:
