@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 
 import numpy as np
@@ -117,6 +118,17 @@ def test_documents_may_move_but_not_change_before_a_resume(make, data, tmp_path)
     pretrain(moved("there.npz", documents), tmp_path / "out")
     with pytest.raises(CheckpointError, match="another config or on other documents"):
         pretrain(moved("here.npz", documents[1:]), tmp_path / "out")
+
+
+def test_phases_that_have_not_begun_may_change_at_a_resume_and_others_may_not(make, data, tmp_path):
+    whole = config_of(make, data)
+    pretrain(dataclasses.replace(whole, stop_tokens=600), tmp_path / "out")
+    first, *rest = whole.phases
+    changed = dataclasses.replace(whole, phases=(first, dataclasses.replace(rest[0], lr=rest[0].lr / 2)))
+    assert pretrain(changed, tmp_path / "out").tokens > 600
+    pretrain(dataclasses.replace(whole, stop_tokens=600), tmp_path / "other")
+    with pytest.raises(CheckpointError, match="another config or on other documents"):
+        pretrain(dataclasses.replace(whole, phases=(dataclasses.replace(first, lr=first.lr / 2), *rest)), tmp_path / "other")
 
 
 def test_a_token_budget_stops_early_and_can_be_raised_later(make, data, tmp_path):

@@ -1,9 +1,10 @@
 """The training text of the nano policy: generated code, and expert traces played in real sandboxes.
 
-    corpus/  tokenizer/  functions/*.npz  bulk/*.npz  sft/*.npz  heldout/*.npz  corpus.json
+    corpus/  tokenizer/  functions/*.npz  bulk/*.npz  copying/*.npz  sft/*.npz  heldout/*.npz  corpus.json
 
-`functions` holds single functions, half of them as the edit that fills in the body; `bulk` whole modules, test files and traces
-(loss on every token in both); `sft` traces with loss on what the policy itself says. All families occur, the unseen ones too:
+`functions` holds single functions, half of them as the edit that fills in the body; `bulk` whole modules, test files and traces;
+`copying` functions and traces whose arguments and numbers are made up as well (loss on every token in these three); `sft` such
+traces with loss on what the policy itself says. All families occur, the unseen ones too:
 "unseen" means never met in reinforcement. Constants and names of evaluation tasks occur nowhere.
 
 Made in parts, each committed by rename, so that an interrupted build goes on where it stopped; the same config gives
@@ -13,10 +14,14 @@ the same bytes.
 from __future__ import annotations
 
 import asyncio
+import functools
 import json
+import multiprocessing
 import os
 import random
+from collections import Counter
 from collections.abc import Callable, Iterable
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -56,6 +61,8 @@ class CorpusConfig:
     """Katas whose traces are never trained on, for the held-out loss."""
     renamed: float = 0.7
     """Share of traces and packages that get made-up names (see renaming.py)."""
+    unknown: float = 0.6
+    """Share of the renamed texts in `copying` and `sft` whose arguments are made up too, and of those whose numbers are."""
     concurrency: int = 4
     expert: ExpertConfig = ExpertConfig()
     agent: AgentConfig = AgentConfig(prompt="none", instructions=False, max_turns=12)
@@ -121,50 +128,66 @@ def _message(role: str, said: Any) -> Message:
 # Text to tokens
 
 
-def _write_shards(config: CorpusConfig, out: Path, progress: Progress) -> None:
-    from etude.trainer.documents import write_documents
+PART = 1000
+"""Packages in one shard."""
 
-    tokenizer = _tokenizer(config, out)
-    renderer = EtudeRenderer(tokenizer)
-    files = sorted((out / "traces").glob("*.jsonl"))
-    stats = {"traces": 0, "right": 0, "tokens": 0, "function_tokens": 0, "code_tokens": 0}
-    for done, path in enumerate(files):
-        name = path.stem
-        traces = [json.loads(line) for line in path.read_text().splitlines()]
-        rendered = [trace_document(renderer, _renamed(config, trace, f"{name} {i}")) for i, trace in enumerate(traces)]
-        stats["traces"] += len(traces)
-        stats["right"] += sum(t["right"] for t in traces)
-        stats["tokens"] += sum(len(ids) for ids, _ in rendered)
-        if name.startswith("heldout"):
-            write_documents(out / "heldout" / f"{name}.npz", rendered)
-        else:
-            write_documents(out / "bulk" / f"traces-{name}.npz", [(ids, [True] * len(ids)) for ids, _ in rendered])
-            write_documents(out / "sft" / f"{name}.npz", rendered)
-        progress("writing tokens", done + 1, len(files))
-    for first in range(0, config.function_packages, 1000):
-        numbers = range(first, min(first + 1000, config.function_packages))
-        documents = [(ids, [True] * len(ids)) for ids in function_documents(config, numbers, tokenizer, renderer)]
-        stats["function_tokens"] += sum(len(ids) for ids, _ in documents)
-        write_documents(out / "functions" / f"functions-{first:06d}.npz", documents)
-        progress("writing functions", first, config.function_packages)
-    for first in range(0, config.packages, 1000):
-        documents = [
-            (ids, [True] * len(ids))
-            for text in code_texts(config, range(first, min(first + 1000, config.packages)))
-            if (ids := tokenizer.encode(text))
-        ]
-        stats["code_tokens"] += sum(len(ids) for ids, _ in documents)
-        write_documents(out / "bulk" / f"code-{first:06d}.npz", documents)
-        progress("writing code", first, config.packages)
+
+def _write_shards(config: CorpusConfig, out: Path, progress: Progress) -> None:
+    """Render every part to tokens, on all cores."""
+    _tokenizer(config, out)
+    jobs: list[tuple[str, int | str]] = [("traces", path.stem) for path in sorted((out / "traces").glob("*.jsonl"))]
+    jobs += [("functions", first) for first in range(0, config.function_packages, PART)]
+    jobs += [("code", first) for first in range(0, config.packages, PART)]
+    stats: Counter[str] = Counter()
+    with ProcessPoolExecutor(mp_context=multiprocessing.get_context("spawn")) as pool:
+        for done, counts in enumerate(pool.map(functools.partial(_write_part, config, out), jobs)):
+            stats.update(counts)
+            progress("writing tokens", done + 1, len(jobs))
     _commit(out / "corpus.json", json.dumps({"config": resolved(config), "hash": corpus_hash(config), **stats}, indent=2))
 
 
-def _renamed(config: CorpusConfig, trace: dict[str, Any], key: str) -> list[tuple[str, Any]]:
-    """The messages of a stored trace, some with made-up names."""
+def _write_part(config: CorpusConfig, out: Path, job: tuple[str, int | str]) -> dict[str, int]:
+    """Write the shards of one part; returns what was counted."""
+    from etude.trainer.documents import write_documents
+
+    tokenizer = load_tokenizer(out / "tokenizer")
+    renderer = EtudeRenderer(tokenizer)
+
+    def every_token(documents: Iterable[list[int]]) -> list[tuple[list[int], list[bool]]]:
+        return [(ids, [True] * len(ids)) for ids in documents if ids]
+
+    what, part = job
+    if what == "traces":
+        traces = [json.loads(line) for line in (out / "traces" / f"{part}.jsonl").read_text().splitlines()]
+        known, unknown = (
+            [trace_document(renderer, _renamed(config, trace, f"{part} {i}", inside)) for i, trace in enumerate(traces)]
+            for inside in (0.0, config.unknown)
+        )
+        if str(part).startswith("heldout"):
+            write_documents(out / "heldout" / f"{part}.npz", known)
+        else:
+            write_documents(out / "bulk" / f"traces-{part}.npz", every_token(ids for ids, _ in known))
+            write_documents(out / "copying" / f"traces-{part}.npz", every_token(ids for ids, _ in unknown))
+            write_documents(out / "sft" / f"{part}.npz", unknown)
+        return {"traces": len(traces), "right": sum(t["right"] for t in traces), "trace_tokens": sum(len(ids) for ids, _ in known)}
+    assert isinstance(part, int)
+    if what == "functions":
+        numbers = range(part, min(part + PART, config.function_packages))
+        tokens = 0
+        for folder, inside in (("functions", 0.0), ("copying", config.unknown)):
+            documents = every_token(function_documents(config, numbers, tokenizer, renderer, inside))
+            tokens += write_documents(out / folder / f"functions-{part:06d}.npz", documents)
+        return {"function_tokens": tokens}
+    texts = code_texts(config, range(part, min(part + PART, config.packages)))
+    return {"code_tokens": write_documents(out / "bulk" / f"code-{part:06d}.npz", every_token(map(tokenizer.encode, texts)))}
+
+
+def _renamed(config: CorpusConfig, trace: dict[str, Any], key: str, inside: float = 0.0) -> list[tuple[str, Any]]:
+    """The messages of a stored trace, some with made-up names, and arguments and numbers inside them."""
     rng = random.Random(seed_for("corpus-rename", config.seed, key))
     if rng.random() >= config.renamed:
         return trace["messages"]
-    rename = renaming(kata_of(trace["task"])[0], rng)
+    rename = renaming(kata_of(trace["task"])[0], rng, inside=inside)
     return [(role, [[rename(text), error] for text, error in said] if role == "tool" else rename(said)) for role, said in trace["messages"]]
 
 
@@ -181,13 +204,15 @@ def trace_document(renderer: EtudeRenderer, messages: Iterable[tuple[str, Any]])
     return ids, mask
 
 
-def function_documents(config: CorpusConfig, numbers: range, tokenizer: Tokenizer, renderer: EtudeRenderer) -> Iterable[list[int]]:
+def function_documents(
+    config: CorpusConfig, numbers: range, tokenizer: Tokenizer, renderer: EtudeRenderer, inside: float = 0.0
+) -> Iterable[list[int]]:
     """Token ids of functions, right or wrong: half of them as plain code, half as the shortest trace there is, in a file that
     holds nothing else."""
     for number in numbers:
         rng = random.Random(seed_for("corpus-function", config.seed, number))
         package = make_package(seed_for("corpus-function-package", config.seed, number), sorted(FAMILIES), split="pretrain")
-        rename = renaming(package, rng) if rng.random() < config.renamed else str
+        rename = renaming(package, rng, inside=inside) if rng.random() < config.renamed else str
         for kata in package.functions:
             body = rng.choice(kata.wrong_bodies) if rng.random() < config.function_wrong else kata.correct_body
             if rng.random() < 0.5:

@@ -269,10 +269,11 @@ class _Run:
     def _tensors(self) -> dict[str, Tensor]:
         return {f"master.{n}": p.detach() for n, p in self.params.items()} | self.optimizer.state_dict()
 
-    def _config_hash(self) -> str:
-        """Over what decides the weights and the curve: documents and base by content, not by path. Where a run stops, how often
-        it saves, its device and its tokenizer may change at a resume."""
+    def _config_hash(self, index: int) -> str:
+        """Over what decided the weights and the curve up to phase `index`: documents and base by content, not by path. Where a run
+        stops, how often it saves, its device, its tokenizer and phases that have not begun may change at a resume."""
         plain = resolved(self.config)
+        plain["phases"] = plain["phases"][: index + 1]
         for name in ("stop_tokens", "save_every", "device", "tokenizer", "licence", "save_dtype", "base", "held_out"):
             plain.pop(name)
         for phase in plain["phases"]:
@@ -302,7 +303,7 @@ class _Run:
             "phase_tokens": self.phase_tokens,
             "rows": self.rows.state,
             "curve": [asdict(p) for p in self.curve],
-            "config_hash": self._config_hash(),
+            "config_hash": self._config_hash(self.index),
             "weights": weights,
         }
         tokenizer = self.config.tokenizer or self.config.base
@@ -331,7 +332,7 @@ class _Run:
         state = read_state(folder)
         if state["kind"] != "pretrain":
             raise CheckpointError(f"{folder} is a checkpoint of kind {state['kind']!r}, not of a pretraining")
-        if state["config_hash"] != self._config_hash():
+        if state["config_hash"] != self._config_hash(state["phase"]):
             raise CheckpointError(
                 f"{folder} was made with another config or on other documents; resume with its own, or give another folder"
             )

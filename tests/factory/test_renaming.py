@@ -1,0 +1,58 @@
+"""Renamed texts hang together, know nothing of the old names, and never meet the numbers that evaluation keeps for itself."""
+
+from __future__ import annotations
+
+import random
+import re
+
+import pytest
+
+from etude.factory.renaming import renaming
+from etude.tasks.katas.package import FAMILIES, make_package
+
+PACKAGES = [make_package(seed, sorted(FAMILIES), split="pretrain") for seed in range(12)]
+
+
+@pytest.mark.parametrize("inside", [0.0, 1.0])
+def test_a_renamed_package_is_python_and_keeps_no_old_name(inside):
+    for number, package in enumerate(PACKAGES):
+        rename = renaming(package, random.Random(number), inside=inside)
+        for path, text in package.files.items():
+            renamed = rename(text)
+            if path.endswith(".py"):
+                compile(renamed, path, "exec")
+            assert not re.search(rf"\b(?:from|import) {package.name}\b", renamed)
+
+
+def test_arguments_and_numbers_move_together():
+    for number, package in enumerate(PACKAGES):
+        rename = renaming(package, random.Random(number), inside=1.0)
+        for kata in package.functions:
+            if kata.is_method:
+                continue
+            old = kata.signature.partition("(")[2].rstrip(")").split(", ")
+            new = re.search(r"\((.*?)\):", rename(kata.source))[1].split(", ")
+            assert len(new) == len(old)
+            assert not set(new) & set(old)
+            body = rename(kata.correct_body)
+            for a, b in zip(old, new, strict=True):
+                used = len(re.findall(rf"(?<![\w\\]){a}(?!\w)", kata.correct_body))
+                assert len(re.findall(rf"\b{b}\b", body)) == used
+
+
+def test_numbers_of_two_digits_become_three_and_stay_neighbours():
+    rename = renaming(PACKAGES[0], random.Random(3), inside=1.0)
+    shifted = rename("from 11..26, at least 40: > 39, by 92. 5 0.25 x12 123")
+    numbers = [int(n) for n in re.findall(r"(?<![\w.])\d{3}(?!\w)", shifted.replace("..", " "))]
+    by = numbers[0] - 11
+    assert numbers == [11 + by, 26 + by, 40 + by, 39 + by, 92 + by, 123]
+    assert 100 <= by < 900
+    assert shifted.endswith("5 0.25 x12 123")
+
+
+def test_plain_renaming_is_not_changed_by_what_the_deeper_one_draws():
+    """Shards of the first phases must not depend on whether later ones exist."""
+    rng, same = random.Random(5), random.Random(5)
+    renaming(PACKAGES[0], rng)
+    renaming(PACKAGES[0], same, inside=0.0)
+    assert rng.random() == same.random()
