@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import ast
 import random
 import re
 
 import pytest
 
-from etude.factory.renaming import renaming
+from etude.factory.renaming import HELD_TEXTS, renaming
+from etude.tasks.katas.family import literal
 from etude.tasks.katas.package import FAMILIES, make_package
 
 PACKAGES = [make_package(seed, sorted(FAMILIES), split="pretrain") for seed in range(12)]
@@ -48,6 +50,34 @@ def test_numbers_of_two_digits_become_three_and_stay_neighbours():
     assert numbers == [11 + by, 26 + by, 40 + by, 39 + by, 92 + by, 123]
     assert 100 <= by < 900
     assert shifted.endswith("5 0.25 x12 123")
+
+
+def test_text_constants_keep_their_length_and_are_never_those_of_evaluation():
+    changed = 0
+    for number, package in enumerate(PACKAGES):
+        rename = renaming(package, random.Random(number), inside=1.0)
+        for drawn, _ in package.drawn.values():
+            for value in drawn.constants.values():
+                if isinstance(value, str) and value:
+                    new = ast.literal_eval(rename(literal(value)))
+                    assert len(new) == len(value)
+                    assert new not in HELD_TEXTS
+                    assert ast.literal_eval(rename(repr(value))) == new
+                    changed += new != value
+    assert changed > 10
+
+
+def test_classes_and_their_attributes_get_other_names():
+    methods = 0
+    for number, package in enumerate(PACKAGES):
+        rename = renaming(package, random.Random(number), inside=1.0)
+        for drawn, _ in package.drawn.values():
+            if drawn.class_name:
+                text = rename(package.function(f"{drawn.class_name}.{drawn.name}").source)
+                assert not re.search(rf"\b{drawn.class_name}\b|self\.{drawn.words['n']}\b", text)
+                compile(text, "class", "exec")
+                methods += 1
+    assert methods
 
 
 def test_plain_renaming_is_not_changed_by_what_the_deeper_one_draws():

@@ -1,11 +1,11 @@
 """The training text of the nano policy: generated code, and expert traces played in real sandboxes.
 
-    corpus/  tokenizer/  functions/*.npz  bulk/*.npz  copying/*.npz  sft/*.npz  heldout/*.npz  corpus.json
+    corpus/  tokenizer/  functions/*.npz  mixed/*.npz  sft/*.npz  heldout/*.npz  corpus.json
 
-`functions` holds single functions, half of them as the edit that fills in the body; `bulk` whole modules, test files and traces;
-`copying` functions and traces whose arguments and numbers are made up as well (loss on every token in these three); `sft` such
-traces with loss on what the policy itself says. All families occur, the unseen ones too:
-"unseen" means never met in reinforcement. Constants and names of evaluation tasks occur nowhere.
+`functions` holds single functions, half of them as the edit that fills in the body; `mixed` whole modules, test files and traces
+(loss on every token in both); `sft` the traces with loss on what the policy itself says. Most texts have made-up names, and most of
+those made-up arguments and constants as well. All families occur, the unseen ones too: "unseen" means never met in reinforcement.
+Constants and names of evaluation tasks occur nowhere.
 
 Made in parts, each committed by rename, so that an interrupted build goes on where it stopped; the same config gives
 the same bytes.
@@ -59,10 +59,10 @@ class CorpusConfig:
     vocab_size: int = 1024
     heldout_tasks: int = 100
     """Katas whose traces are never trained on, for the held-out loss."""
-    renamed: float = 0.7
+    renamed: float = 0.9
     """Share of traces and packages that get made-up names (see renaming.py)."""
-    unknown: float = 0.6
-    """Share of the renamed texts in `copying` and `sft` whose arguments are made up too, and of those whose numbers are."""
+    unknown: float = 0.7
+    """Share of the renamed texts whose arguments are made up too; the same for numbers, and for classes with text constants."""
     concurrency: int = 4
     expert: ExpertConfig = ExpertConfig()
     agent: AgentConfig = AgentConfig(prompt="none", instructions=False, max_turns=12)
@@ -159,35 +159,28 @@ def _write_part(config: CorpusConfig, out: Path, job: tuple[str, int | str]) -> 
     what, part = job
     if what == "traces":
         traces = [json.loads(line) for line in (out / "traces" / f"{part}.jsonl").read_text().splitlines()]
-        known, unknown = (
-            [trace_document(renderer, _renamed(config, trace, f"{part} {i}", inside)) for i, trace in enumerate(traces)]
-            for inside in (0.0, config.unknown)
-        )
+        documents = [trace_document(renderer, _renamed(config, trace, f"{part} {i}")) for i, trace in enumerate(traces)]
         if str(part).startswith("heldout"):
-            write_documents(out / "heldout" / f"{part}.npz", known)
+            write_documents(out / "heldout" / f"{part}.npz", documents)
         else:
-            write_documents(out / "bulk" / f"traces-{part}.npz", every_token(ids for ids, _ in known))
-            write_documents(out / "copying" / f"traces-{part}.npz", every_token(ids for ids, _ in unknown))
-            write_documents(out / "sft" / f"{part}.npz", unknown)
-        return {"traces": len(traces), "right": sum(t["right"] for t in traces), "trace_tokens": sum(len(ids) for ids, _ in known)}
+            write_documents(out / "mixed" / f"traces-{part}.npz", every_token(ids for ids, _ in documents))
+            write_documents(out / "sft" / f"{part}.npz", documents)
+        return {"traces": len(traces), "right": sum(t["right"] for t in traces), "trace_tokens": sum(len(ids) for ids, _ in documents)}
     assert isinstance(part, int)
     if what == "functions":
         numbers = range(part, min(part + PART, config.function_packages))
-        tokens = 0
-        for folder, inside in (("functions", 0.0), ("copying", config.unknown)):
-            documents = every_token(function_documents(config, numbers, tokenizer, renderer, inside))
-            tokens += write_documents(out / folder / f"functions-{part:06d}.npz", documents)
-        return {"function_tokens": tokens}
+        documents = every_token(function_documents(config, numbers, tokenizer, renderer))
+        return {"function_tokens": write_documents(out / "functions" / f"{part:06d}.npz", documents)}
     texts = code_texts(config, range(part, min(part + PART, config.packages)))
-    return {"code_tokens": write_documents(out / "bulk" / f"code-{part:06d}.npz", every_token(map(tokenizer.encode, texts)))}
+    return {"code_tokens": write_documents(out / "mixed" / f"code-{part:06d}.npz", every_token(map(tokenizer.encode, texts)))}
 
 
-def _renamed(config: CorpusConfig, trace: dict[str, Any], key: str, inside: float = 0.0) -> list[tuple[str, Any]]:
-    """The messages of a stored trace, some with made-up names, and arguments and numbers inside them."""
+def _renamed(config: CorpusConfig, trace: dict[str, Any], key: str) -> list[tuple[str, Any]]:
+    """The messages of a stored trace, most with made-up names."""
     rng = random.Random(seed_for("corpus-rename", config.seed, key))
     if rng.random() >= config.renamed:
         return trace["messages"]
-    rename = renaming(kata_of(trace["task"])[0], rng, inside=inside)
+    rename = renaming(kata_of(trace["task"])[0], rng, inside=config.unknown)
     return [(role, [[rename(text), error] for text, error in said] if role == "tool" else rename(said)) for role, said in trace["messages"]]
 
 
@@ -204,15 +197,13 @@ def trace_document(renderer: EtudeRenderer, messages: Iterable[tuple[str, Any]])
     return ids, mask
 
 
-def function_documents(
-    config: CorpusConfig, numbers: range, tokenizer: Tokenizer, renderer: EtudeRenderer, inside: float = 0.0
-) -> Iterable[list[int]]:
+def function_documents(config: CorpusConfig, numbers: range, tokenizer: Tokenizer, renderer: EtudeRenderer) -> Iterable[list[int]]:
     """Token ids of functions, right or wrong: half of them as plain code, half as the shortest trace there is, in a file that
     holds nothing else."""
     for number in numbers:
         rng = random.Random(seed_for("corpus-function", config.seed, number))
         package = make_package(seed_for("corpus-function-package", config.seed, number), sorted(FAMILIES), split="pretrain")
-        rename = renaming(package, rng, inside=inside) if rng.random() < config.renamed else str
+        rename = renaming(package, rng, inside=config.unknown) if rng.random() < config.renamed else str
         for kata in package.functions:
             body = rng.choice(kata.wrong_bodies) if rng.random() < config.function_wrong else kata.correct_body
             if rng.random() < 0.5:
@@ -240,7 +231,7 @@ def code_texts(config: CorpusConfig, numbers: range) -> Iterable[str]:
     for number in numbers:
         rng = random.Random(seed_for("corpus-code", config.seed, number))
         package = make_package(seed_for("corpus-package", config.seed, number), sorted(FAMILIES), split="pretrain")
-        rename = renaming(package, rng) if rng.random() < config.renamed else str
+        rename = renaming(package, rng, inside=config.unknown) if rng.random() < config.renamed else str
         for path, text in package.files.items():
             if path.startswith("tests/") and rng.random() >= config.test_share:
                 continue

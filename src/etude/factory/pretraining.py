@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 class RecipeConfig:
     recipe: str
     pretrain: PretrainConfig
-    """Its data paths are folders of the corpus (bulk, sft, heldout) where the recipe has one."""
+    """Its data paths are folders of the corpus (functions, mixed, sft, heldout) where the recipe has one."""
     corpus: CorpusConfig | None = None
     cache: str = ".cache"
     threads: int = 1

@@ -1,8 +1,8 @@
 """Fresh names and numbers for a trace or a package, so that a small policy learns to copy them instead of knowing a few.
 
-Package, modules, functions, their arguments and the constants of two digits get made-up ones, the same everywhere in one text. So
-the renamed text is what the same rollout would have been in a renamed package, but for the values that tests compare with, which
-nobody computes. Without it a policy that had only met `vals` and numbers of the training split wrote `vals` for `counts` and
+Package, modules, functions, their arguments, classes, text constants and constants of two digits get made-up ones, the same
+everywhere in one text. So the renamed text is what the same rollout would have been in a renamed package, but for the values that
+tests compare with and constants that follow from others, which nobody computes. Without it a policy that had only met `vals` and numbers of the training split wrote `vals` for `counts` and
 32 for 39 (docs/log.md).
 """
 
@@ -12,12 +12,18 @@ import random
 import re
 from collections.abc import Callable, Mapping
 
-from etude.tasks.katas.package import Package
+from etude.tasks.katas.family import literal
+from etude.tasks.katas.package import FAMILIES, Package
 
 _SYLLABLES = tuple(c + v for c in "bcdfghjklmnprstvwz" for v in "aeiou")
 _ENDS = ("", "n", "r", "s", "t", "l", "x", "m")
 _NUMBER = re.compile(r"(?<![\w\\])(?<!\d\.)[1-9]\d(?!\w|\.\d)")
 """A whole number of two digits that stands alone."""
+MARK_CHARACTERS = "-_.*+~#=:/|@%&!^<>?;,"
+HELD_TEXTS = frozenset(
+    value for family in FAMILIES.values() for axis in family.consts.values() if not axis.shared for value in axis.held if isinstance(value, str)
+)
+"""What evaluation tasks have for text constants; nothing made up may be one of these."""
 
 
 def word(rng: random.Random) -> str:
@@ -26,7 +32,8 @@ def word(rng: random.Random) -> str:
 
 
 def renaming(package: Package, rng: random.Random, *, inside: float = 0.0) -> Callable[[str], str]:
-    """A function that renames a text of this package; with probability `inside` each, arguments and numbers too.
+    """A function that renames a text of this package; with probability `inside` each, arguments, numbers, and classes
+    with text constants too.
 
     Example:
         rename = renaming(make_package(7), random.Random(0))
@@ -54,6 +61,8 @@ def renaming(package: Package, rng: random.Random, *, inside: float = 0.0) -> Ca
         rename = _then(rename, _arguments({a: fresh() for a in _argument_names(package)}))
     if inside and rng.random() < inside:
         rename = _then(rename, _shifted(rng.randrange(100, 900)))
+    if inside and rng.random() < inside:
+        rename = _then(_classes(package, fresh), _then(_texts(package, rng), rename))
     return rename
 
 
@@ -70,6 +79,39 @@ def _arguments(names: Mapping[str, str]) -> Callable[[str], str]:
     """Whole words, wherever they stand: the text stays of one piece, even where such a word was no argument."""
     pattern = re.compile(rf"(?<![\w\\])(?:{'|'.join(map(re.escape, names))})(?!\w)")
     return lambda text: pattern.sub(lambda match: names[match[0]], text)
+
+
+def _classes(package: Package, fresh: Callable[[], str]) -> Callable[[str], str]:
+    """Classes and the attribute each of them keeps."""
+    owners = [drawn for drawn, _ in package.drawn.values() if drawn.class_name]
+    classes = {drawn.class_name: fresh().capitalize() for drawn in owners}
+    attributes = {drawn.words["n"]: fresh() for drawn in owners}
+    if not owners:
+        return str
+    whole = re.compile(rf"(?<![\w\\])(?:{'|'.join(classes)})(?!\w)")
+    kept = re.compile(rf"(?<=self\.)(?:{'|'.join(attributes)})(?!\w)")
+    return lambda text: kept.sub(lambda m: attributes[m[0]], whole.sub(lambda m: classes[m[0]], text))
+
+
+def _texts(package: Package, rng: random.Random) -> Callable[[str], str]:
+    """Constants that are text, quoted as code and docstrings quote them: letters become letters, marks become marks."""
+    values = sorted({v for drawn, _ in package.drawn.values() for v in drawn.constants.values() if isinstance(v, str) and v})
+    new: dict[str, str] = {}
+    for value in values:
+        made = _like(value, rng)
+        while made in HELD_TEXTS or made in new.values():
+            made = _like(value, rng)
+        new[value] = made
+    table = {quote(old): quote(made) for old, made in new.items() for quote in (repr, literal)}
+    if not table:
+        return str
+    pattern = re.compile("|".join(map(re.escape, sorted(table, key=len, reverse=True))))
+    return lambda text: pattern.sub(lambda match: table[match[0]], text)
+
+
+def _like(text: str, rng: random.Random) -> str:
+    """As long as `text`, of the same kind of characters."""
+    return "".join(rng.choice("abcdefghijklmnopqrstuvwxyz" if c.isalpha() else MARK_CHARACTERS) for c in text)
 
 
 def _shifted(by: int) -> Callable[[str], str]:

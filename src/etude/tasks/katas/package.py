@@ -121,7 +121,8 @@ class Package:
     files: Mapping[str, str]
     target: Kata | None
     """The function asked for by `make_package(target=...)`."""
-    _drawn: Mapping[str, tuple[Drawn, Callable[..., Any]]]
+    drawn: Mapping[str, tuple[Drawn, Callable[..., Any]]]
+    """Qualified name -> the choices behind the function, and its checked twin."""
 
     def function(self, qualname: str) -> Kata:
         found = next((f for f in self.functions if f.qualname == qualname), None)
@@ -140,7 +141,7 @@ class Package:
 
     def hidden(self, kata: Kata) -> tuple[str, str, tuple[str, ...]]:
         """(path, text, ids) of a test file with other cases than the visible ones."""
-        drawn, g = self._drawn[kata.qualname]
+        drawn, g = self.drawn[kata.qualname]
         rng = random.Random(seed_for("kata-hidden", VERSION, self.seed, kata.family, kata.index))
         shown = {repr(c.arguments) for c in kata.visible}
         cases = _choose(drawn, g, rng, count=5, avoid=shown)
@@ -187,7 +188,7 @@ def _make(rng: random.Random, seed: int, split: str, part: str, pool: list[str],
             drawn[kata.qualname] = (choice, g)
             aim = kata if is_target else aim
     files = _files(package, modules, katas)
-    return Package(seed=seed, split=split, name=package, functions=tuple(katas), files=files, target=aim, _drawn=drawn)
+    return Package(seed=seed, split=split, name=package, functions=tuple(katas), files=files, target=aim, drawn=drawn)
 
 
 def part_of(split: str) -> str:
