@@ -8,11 +8,13 @@ tests compare with and constants that follow from others, which nobody computes.
 
 from __future__ import annotations
 
+import builtins
+import keyword
 import random
 import re
 from collections.abc import Callable, Mapping
 
-from etude.tasks.katas.family import literal
+from etude.tasks.katas.family import ARGUMENTS, ATTRIBUTES, LOCALS, literal
 from etude.tasks.katas.package import FAMILIES, Package
 
 _SYLLABLES = tuple(c + v for c in "bcdfghjklmnprstvwz" for v in "aeiou")
@@ -20,6 +22,17 @@ _ENDS = ("", "n", "r", "s", "t", "l", "x", "m")
 _NUMBER = re.compile(r"(?<![\w\\])(?<!\d\.)[1-9]\d(?!\w|\.\d)")
 """A whole number of two digits that stands alone."""
 MARK_CHARACTERS = "-_.*+~#=:/|@%&!^<>?;,"
+COMMON_WORDS = tuple(
+    sorted(
+        {word for family in FAMILIES.values() for doc in family.docs for word in re.findall(r"(?<![$\w'])[a-z]{3,}(?![\w'])", doc)}
+        - set(keyword.kwlist)
+        - set(dir(builtins))
+        - {name for names in LOCALS.values() for name in names}
+        - {name for pools in ARGUMENTS.values() for name in pools["held"]}
+        - set(ATTRIBUTES["held"])
+    )
+)
+"""Words of docstrings that may name an argument; those that name one in evaluation tasks are left out."""
 HELD_TEXTS = frozenset(
     value for family in FAMILIES.values() for axis in family.consts.values() if not axis.shared for value in axis.held if isinstance(value, str)
 )
@@ -58,7 +71,7 @@ def renaming(package: Package, rng: random.Random, *, inside: float = 0.0) -> Ca
     table |= {f"test_{m}": f"test_{n}" for m, n in modules.items()}
     rename = _substitute(table | names, modules | {package.name: new_package})
     if inside and rng.random() < inside:
-        rename = _then(rename, _arguments({a: fresh() for a in _argument_names(package)}))
+        rename = _then(rename, _arguments(_new_arguments(package, rng, fresh)))
     if inside and rng.random() < inside:
         rename = _then(rename, _shifted(rng.randrange(100, 900)))
     if inside and rng.random() < inside:
@@ -73,6 +86,13 @@ def _then(first: Callable[[str], str], second: Callable[[str], str]) -> Callable
 def _argument_names(package: Package) -> list[str]:
     signatures = (kata.signature.partition("(")[2].rstrip(")") for kata in package.functions)
     return sorted({name.strip() for inner in signatures for name in inner.split(",")} - {"", "self"})
+
+
+def _new_arguments(package: Package, rng: random.Random, fresh: Callable[[], str]) -> dict[str, str]:
+    """Half of them made-up words, half common ones: a policy that had met a common word in docstrings only would not write it."""
+    common = [w for w in COMMON_WORDS if all(w not in kata.name.split("_") for kata in package.functions)]
+    rng.shuffle(common)
+    return {old: common.pop() if rng.random() < 0.5 else fresh() for old in _argument_names(package)}
 
 
 def _arguments(names: Mapping[str, str]) -> Callable[[str], str]:
