@@ -1,9 +1,9 @@
 """Fresh names and numbers for a trace or a package, so that a small policy learns to copy them instead of knowing a few.
 
 Package, modules, functions, their arguments, classes, text constants and constants of two digits get made-up ones, the same
-everywhere in one text. So the renamed text is what the same rollout would have been in a renamed package, but for the values that
-tests compare with and constants that follow from others, which nobody computes. Without it a policy that had only met `vals` and numbers of the training split wrote `vals` for `counts` and
-32 for 39 (docs/log.md).
+everywhere in one text. So the renamed text is what the same rollout would have been in a renamed package, but for the values
+that tests compare with and constants that follow from others, which nobody computes. Without it a policy that had only met
+`vals` and numbers of the training split wrote `vals` for `counts` and 32 for 39 (docs/log.md).
 """
 
 from __future__ import annotations
@@ -34,7 +34,11 @@ COMMON_WORDS = tuple(
 )
 """Words of docstrings that may name an argument; those that name one in evaluation tasks are left out."""
 HELD_TEXTS = frozenset(
-    value for family in FAMILIES.values() for axis in family.consts.values() if not axis.shared for value in axis.held if isinstance(value, str)
+    value
+    for family in FAMILIES.values()
+    for axis in family.consts.values()
+    for value in axis.held
+    if isinstance(value, str) and not axis.shared
 )
 """What evaluation tasks have for text constants; nothing made up may be one of these."""
 
