@@ -12,7 +12,7 @@ import builtins
 import keyword
 import random
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Set
 
 from etude.tasks.katas.family import ARGUMENTS, ATTRIBUTES, LOCALS, literal
 from etude.tasks.katas.package import FAMILIES, Package
@@ -77,7 +77,7 @@ def renaming(package: Package, rng: random.Random, *, inside: float = 0.0) -> Ca
     if inside and rng.random() < inside:
         rename = _then(rename, _arguments(_new_arguments(package, rng, fresh)))
     if inside and rng.random() < inside:
-        rename = _then(rename, _shifted(rng.randrange(100, 900)))
+        rename = _then(rename, _shifted(rng.randrange(100, 900)) if rng.random() < 0.6 else _last_digit(_held_numbers(package)))
     if inside and rng.random() < inside:
         rename = _then(_classes(package, fresh), _then(_texts(package, rng), rename))
     return rename
@@ -141,6 +141,21 @@ def _like(text: str, rng: random.Random) -> str:
 def _shifted(by: int) -> Callable[[str], str]:
     """Numbers of two digits moved by the same amount, so that neighbours stay neighbours (a bound and the bound plus one)."""
     return lambda text: _NUMBER.sub(lambda match: str(int(match[0]) + by), text)
+
+
+def _last_digit(held: Set[int]) -> Callable[[str], str]:
+    """Numbers of two digits cut to one, but for what evaluation tasks of the same families have."""
+
+    def cut(match: re.Match[str]) -> str:
+        digit = int(match[0]) % 10
+        return match[0] if digit in held else str(digit)
+
+    return lambda text: _NUMBER.sub(cut, text)
+
+
+def _held_numbers(package: Package) -> set[int]:
+    axes = (axis for kata in package.functions for axis in FAMILIES[kata.family].consts.values() if not axis.shared)
+    return {value for axis in axes for value in axis.held if isinstance(value, int)}
 
 
 def _substitute(inside: Mapping[str, str], alone: Mapping[str, str]) -> Callable[[str], str]:

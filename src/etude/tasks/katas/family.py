@@ -61,10 +61,10 @@ NOUNS = {
     "held": _words("visits tolls crates berths meals rents stops clips sheets panes"),
 }
 ARGUMENTS: dict[str, dict[str, tuple[str, ...]]] = {
-    "ints": {"train": ("xs", "nums", "vals", "data", "row", "ns", "points", "scores"), "held": ("seq", "values", "counts")},
+    "ints": {"train": ("xs", "nums", "vals", "data", "row", "ns", "points", "scores"), "held": ("seq", "samples", "series")},
     "more": {"train": ("ys", "ws", "other", "weights", "extra"), "held": ("zs", "shares")},
-    "int": {"train": ("n", "num", "val", "amount", "size"), "held": ("count", "value")},
-    "str": {"train": ("s", "text", "word", "line", "raw"), "held": ("name", "label")},
+    "int": {"train": ("n", "num", "val", "amount", "size"), "held": ("quota", "reading")},
+    "str": {"train": ("s", "text", "word", "line", "raw"), "held": ("phrase", "title")},
     "words": {"train": ("words", "names", "parts", "keys"), "held": ("tokens", "labels")},
     "dict": {"train": ("d", "table", "prices", "stock", "m"), "held": ("ledger", "lookup")},
     "dict2": {"train": ("new", "add", "delta"), "held": ("patch", "update")},
