@@ -14,22 +14,31 @@ import random
 import re
 from collections.abc import Callable, Mapping, Set
 
-from etude.tasks.katas.family import ARGUMENTS, ATTRIBUTES, LOCALS, literal
+from etude.tasks.katas.family import ARGUMENTS, ATTRIBUTES, LOCALS, MODULES, NOUNS, PACKAGES, literal
 from etude.tasks.katas.package import FAMILIES, Package
 
-_SYLLABLES = tuple(c + v for c in "bcdfghjklmnprstvwz" for v in "aeiou")
-_ENDS = ("", "n", "r", "s", "t", "l", "x", "m")
+
+def _pieces(text: str) -> tuple[str, ...]:
+    return tuple(text.split())
+
+
+_ONSETS = _pieces("b c d f g h j k l m n p qu r s t v w y z bl br ch cl cr dr fl fr gl gr ph pl pr sc sh sk sl sm sn sp st str sw th tr wh")
+_VOWELS = _pieces("a e i o u a e i o u ai au ea ee ei ie oa oo ou ui")
+_CODAS = _pieces("b ck d dge ft g ght l ld ll lt m mp n nd ng nt p r rk rm rn rt s se sh ss st t te th tle ve x ze y")
 _NUMBER = re.compile(r"(?<![\w\\])(?<!\d\.)[1-9]\d(?!\w|\.\d)")
 """A whole number of two digits that stands alone."""
 MARK_CHARACTERS = "-_.*+~#=:/|@%&!^<>?;,"
+RESERVED = (
+    {*keyword.kwlist, *dir(builtins), "self"}
+    | {name for names in LOCALS.values() for name in names}
+    | {name for pools in ARGUMENTS.values() for name in pools["held"]}
+    | {name for pools in (ATTRIBUTES, PACKAGES, MODULES, NOUNS) for name in pools["held"]}
+)
+"""No made-up name is one of these: Python's words, locals of bodies, names of evaluation tasks."""
 COMMON_WORDS = tuple(
     sorted(
         {word for family in FAMILIES.values() for doc in family.docs for word in re.findall(r"(?<![$\w'])[a-z]{3,}(?![\w'])", doc)}
-        - set(keyword.kwlist)
-        - set(dir(builtins))
-        - {name for names in LOCALS.values() for name in names}
-        - {name for pools in ARGUMENTS.values() for name in pools["held"]}
-        - set(ATTRIBUTES["held"])
+        - RESERVED
     )
 )
 """Words of docstrings that may name an argument; those that name one in evaluation tasks are left out."""
@@ -44,8 +53,13 @@ HELD_TEXTS = frozenset(
 
 
 def word(rng: random.Random) -> str:
-    """A made-up word of two or three syllables, such as "tazone"."""
-    return "".join(rng.choice(_SYLLABLES) for _ in range(rng.choice((2, 2, 3)))) + rng.choice(_ENDS)
+    """A made-up word of one to three syllables, such as "tazone" or "strampse". Clusters of letters matter: a policy copies only
+    sequences of tokens that are like those it has copied."""
+    count = rng.choice((1, 2, 2, 2, 3))
+    return "".join(
+        rng.choice(_ONSETS) + rng.choice(_VOWELS) + (rng.choice(_CODAS) if rng.random() < (0.9 if last else 0.3) else "")
+        for last in (i == count - 1 for i in range(count))
+    ) + rng.choice(("", "", "", "s"))
 
 
 def renaming(package: Package, rng: random.Random, *, inside: float = 0.0) -> Callable[[str], str]:
@@ -59,7 +73,7 @@ def renaming(package: Package, rng: random.Random, *, inside: float = 0.0) -> Ca
     taken: set[str] = set()
 
     def fresh() -> str:
-        while (made := word(rng)) in taken:
+        while (made := word(rng)) in taken or made in RESERVED or len(made) < 3:
             continue
         taken.add(made)
         return made
@@ -120,10 +134,11 @@ def _classes(package: Package, fresh: Callable[[], str]) -> Callable[[str], str]
 def _texts(package: Package, rng: random.Random) -> Callable[[str], str]:
     """Constants that are text, quoted as code and docstrings quote them: letters become letters, marks become marks."""
     values = sorted({v for drawn, _ in package.drawn.values() for v in drawn.constants.values() if isinstance(v, str) and v})
+    arguments = _argument_names(package)
     new: dict[str, str] = {}
     for value in values:
         made = _like(value, rng)
-        while made in HELD_TEXTS or made in new.values():
+        while made in HELD_TEXTS or made in arguments or made in new.values():
             made = _like(value, rng)
         new[value] = made
     table = {quote(old): quote(made) for old, made in new.items() for quote in (repr, literal)}
