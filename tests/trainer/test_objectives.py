@@ -6,6 +6,9 @@ Central differences in float64 with a step of 1e-6 are good to about 1e-9; 1e-7 
 
 from __future__ import annotations
 
+import dataclasses
+import re
+from pathlib import Path
 from typing import get_args
 
 import numpy as np
@@ -13,7 +16,7 @@ import pytest
 import torch
 
 from etude.errors import ConfigError
-from etude.trainer.config import Correction, RLConfig
+from etude.trainer.config import AlarmConfig, Correction, RLConfig
 from etude.trainer.objectives import OBJECTIVES, TokenInputs, k1_reward, objective
 
 
@@ -70,6 +73,16 @@ def test_on_policy_all_objectives_have_the_policy_gradient(name):
 def test_the_config_knows_every_correction():
     assert set(get_args(Correction)) == set(OBJECTIVES)
     assert RLConfig().objective == "truncated"
+
+
+def test_the_page_about_corrections_names_every_one_with_the_defaults_of_the_code():
+    text = (Path(__file__).parents[2] / "docs" / "corrections.md").read_text()
+    rows = {line.split("|")[1].strip().split(" (")[0] for line in text.splitlines() if line.startswith("| `")}
+    assert {f"`{name}`" for name in OBJECTIVES} <= rows
+    for field, value in re.findall(r"`((?:cap|mask|clip|gspo|cispo)\w*)` \(([\d.e-]+)\)", text):
+        assert float(value) == getattr(RLConfig(), field), field
+    for field in dataclasses.fields(AlarmConfig):
+        assert f"`{field.name}`" in text
 
 
 # ---------------------------------------------------------------------------------------------------
