@@ -13,7 +13,10 @@ from etude.records import Alarm
 from etude.trainer.config import AlarmConfig
 
 OFF_POLICY = "lower loop.max_staleness or the learning rate, or choose a correction with tighter bounds (docs/corrections.md)"
-ENGINE = "engine and trainer disagree on equal weights: set the same numerics for both, and replay routes (mixture of experts)"
+ENGINE = (
+    "engine and trainer disagree on tokens of equal weights: set the same numerics for both, replay routes (mixture of experts), and if "
+    "weights are swapped in flight, try engine.cache_policy = recompute"
+)
 
 
 @dataclass(frozen=True, kw_only=True)

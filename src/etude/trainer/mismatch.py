@@ -19,7 +19,8 @@ Against the reference policy, when KL is on: `kl` is the mean of k1 = log pi - l
 
 r factors into engine discrepancy at equal weights times staleness (arXiv 2512.01374). Tokens sampled by the very version that is
 being trained show the first alone (`engine_*`); tokens of older versions show both (`stale_*`). If the mismatch follows `stale_*`,
-fix the lag; if `engine_*` is large, fix kernels or routing. With equal code, weights and numerics `engine_*` is exactly 0.
+fix the lag; if `engine_*` is large, fix kernels or routing. With equal code, weights and numerics `engine_*` is exactly 0, but for
+tokens sampled after a swap in flight: an engine that keeps its cache reads keys and values of older weights for them.
 `alarms` says which of these numbers are out of their healthy range.
 """
 
