@@ -497,6 +497,18 @@ class Batch(Record):
 
 
 @record
+class Alarm(Record):
+    """A number of a step that left its healthy range. It stops nothing; it asks someone to look."""
+
+    metric: str
+    value: float
+    threshold: float
+    """The bound that was crossed."""
+    advice: str
+    """What to do about it."""
+
+
+@record
 class StepReport(Record):
     """What one trainer step measured."""
 
@@ -505,6 +517,8 @@ class StepReport(Record):
     metrics: dict[str, float]
     """loss, grad_norm, lr, tokens, kl, ess, weight_mean, weight_std, clip_share, dlogp_mean, dlogp_p99, dlogp_max ..."""
     seconds: dict[str, float] = field(default_factory=dict)
+    alarms: tuple[Alarm, ...] = ()
+    """Metrics out of their healthy range."""
 
 
 @record

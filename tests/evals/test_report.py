@@ -147,6 +147,29 @@ def test_a_killed_life_is_charged_from_its_spans_and_its_void_steps_count_once(t
     assert "resumed 1 times" in (tmp_path / "report.md").read_text()
 
 
+def test_alarms_are_told_with_their_remedy_and_void_ones_do_not_count(tmp_path):
+    log = Log(tmp_path)
+    log(0.0, "run_started", name="r", recipe="x", seed=0, schedule="free", lineage=0, versions={})
+
+    def step(n, *values):
+        log(1.0, "step", step=n, version="v", metrics={"ess": 0.5}, seconds=0.1)
+        for value in values:
+            log(1.0, "alarm", step=n, metric="ess", value=value, threshold=0.3, advice="slow down")
+
+    step(0, 0.29)
+    step(1, 0.1)
+    log(2.0, "run_resumed", from_step=1, lineage=1)
+    step(1)
+    step(2, 0.21)
+    step(3)
+    log(9.0, "run_ended", outcome="done", detail="")
+    write_report(log.close())
+    text = (tmp_path / "report.md").read_text()
+    assert "- Alarm: `ess` crossed 0.3 at 2 of 4 steps, last at step 2 with 0.21: slow down." in text
+    write_report(run(tmp_path))
+    assert "Alarm" not in (tmp_path / "report.md").read_text()
+
+
 def test_report_md_says_what_a_reader_wants(tmp_path):
     write_report(run(tmp_path))
     text = (tmp_path / "report.md").read_text()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -78,6 +79,23 @@ def test_the_example_of_the_paper():
 
 def test_above_one_it_saturates():
     assert length_cost(1e15, 0.01, 2) == pytest.approx(100, rel=1e-6)
+
+
+@given(st.floats(0, 1e5), st.floats(1e-6, 1e-2), st.floats(0, 4))
+def test_the_slope_is_a_power(x, k, q):
+    """C'(x) = (1 + kx)^(-q), by central differences."""
+    step = 1e-3 * (1 + x)
+    low = max(x - step, 0.0)
+    slope = (length_cost(x + step, k, q) - length_cost(low, k, q)) / (x + step - low)
+    between = (1 + k * np.array([low, x + step])) ** (-q)
+    assert between[1] * (1 - 1e-6) <= slope <= between[0] * (1 + 1e-6)
+
+
+@given(st.floats(1, 1e6), st.floats(1, 1e6), k_values, q_values)
+def test_long_work_costs_less_a_token_than_short_work(a, b, k, q):
+    """What lets hard tasks stay long while easy ones are pressed: C(x) / x never rises."""
+    short, long = sorted((a, b))
+    assert length_cost(long, k, q) / long <= length_cost(short, k, q) / short * (1 + 1e-12)
 
 
 @pytest.mark.parametrize("bad", [(-1, 1, 1), (1, -1, 1), (1, 1, -1)])

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from etude.records import Failure, StopReason
-from etude.trainer.advantage import advantages, centred, kept, overlong
+from etude.trainer.advantage import advantages, centred, kept, overlong, silent
 
 rewards = st.lists(st.floats(-100, 100), min_size=2, max_size=16)
 
@@ -63,6 +63,18 @@ def test_groups_without_a_comparison_give_nothing(make):
     assert advantages(make.group([1.0])) == []
     assert advantages(make.group([1.0, 0.0], dropped=[1])) == []
     assert advantages(make.group([1.0, 0.0], dropped=[0, 1])) == []
+
+
+def test_silent_means_nothing_to_compare_among_those_kept(make):
+    assert silent(make.group([0.1, 0.1, 0.1]))
+    assert silent(make.group([0.0, 1.0, 1.0], dropped=[0]))
+    assert not silent(make.group([1.0, 1.0, 0.999]))
+    assert not silent(make.group([1.0])), "a group without a comparison is not silent, it is unusable"
+
+
+@given(rewards)
+def test_silent_groups_are_those_whose_advantages_are_all_zero(values_G):
+    assert (len(set(values_G)) == 1) == (not any(centred(values_G)))
 
 
 def test_overlong_means_cut_off_by_tokens_or_context(make):

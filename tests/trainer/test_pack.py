@@ -53,6 +53,41 @@ def test_tokens_are_conserved_through_packing(make):
     assert all(r.positions_N[a:b].tolist() == list(range(b - a)) for r in rows for a, b in r.bounds)
 
 
+def chain_and_short(make):
+    """Member 0 is a chain of two segments with 5 and 3 sampled tokens, member 1 one segment with 2."""
+    rng = np.random.default_rng(0)
+    chain = [make.segment(rng, turns=((3, 1), (2, 0))), make.segment(rng, turns=((3, 0),), parent=0)]
+    return make.group([1.0, 0.0], segments=lambda _, member: chain if member == 0 else [make.segment(rng, turns=((2, 0),))])
+
+
+def weights_of(groups, **changes):
+    """rl weight of a token by (member, segment)."""
+    samples, normalisers = samples_from_groups(groups, NOW, RLConfig(kl=0.0, loss_constant=100.0, **changes))
+    rows = [pack([s], 64, quadratic, normalisers)[0] for s in samples]
+    found = {s.origin[1:]: set(np.unique(r.rl_weight_N[r.rl_weight_N > 0]).tolist()) for s, r in zip(samples, rows)}
+    assert all(len(w) == 1 for w in found.values())
+    return {origin: w.pop() for origin, w in found.items()}
+
+
+def test_normalisers_by_hand(make):
+    group = chain_and_short(make)
+    assert weights_of([group]) == pytest.approx({(0, 0): 1 / 200, (0, 1): 1 / 200, (1, 0): 1 / 200})
+    by_length = weights_of([group], normaliser="length")
+    assert by_length == pytest.approx({(0, 0): 1 / (8 * 2), (0, 1): 1 / (8 * 2), (1, 0): 1 / (2 * 2)}), "a chain is one rollout"
+    assert weights_of([group], normaliser="tokens") == pytest.approx({(0, 0): 0.1, (0, 1): 0.1, (1, 0): 0.1})
+
+
+@pytest.mark.parametrize("normaliser", ["constant", "length", "tokens"])
+def test_silent_groups_count_in_every_normaliser_unless_dropped(make, normaliser):
+    group = chain_and_short(make)
+    silent = make.group([1.0, 1.0], admission=1, segments=lambda rng, _: [make.segment(rng, turns=((5, 0),))])
+    alone, counted = weights_of([group], normaliser=normaliser), weights_of([group, silent], normaliser=normaliser)
+    assert counted == weights_of([group, silent], normaliser=normaliser, skip_silent=False) | counted
+    assert {k: v / 2 for k, v in alone.items()} == pytest.approx(counted)
+    assert weights_of([group, silent], normaliser=normaliser, silent="drop") == alone
+    assert weights_of([silent], normaliser=normaliser, silent="drop", skip_silent=False) == {}
+
+
 def test_only_sampled_tokens_have_weight_and_the_tail_nobody_sampled_is_cut(make):
     seg = make.segment(np.random.default_rng(0), prompt=4, turns=((3, 2), (2, 5)))
     group = make.group([1.0, 0.0], segments=lambda rng, i: [seg])

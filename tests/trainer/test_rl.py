@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from etude.errors import CheckpointError, IntegrityError, UserError
+from etude.events import METRICS
 from etude.model.weights import load_model
 from etude.optim.config import OptimConfig
 from etude.protocols import Trainer
@@ -57,6 +58,7 @@ def test_a_step_changes_the_weights_and_raises_the_version(make, folders):
     wanted = "loss grad_norm lr tokens kl ess weight_mean weight_std clip_share dlogp_mean dlogp_p99 dlogp_max entropy f2 engine_dlogp_max"
     assert set(wanted.split()) <= set(report.metrics)
     assert all(np.isfinite(v) for v in report.metrics.values())
+    assert set(report.metrics) <= set(METRICS), "every number of a step event is described in its schema"
     assert report.metrics["rollouts"] == 8
     assert report.metrics["signal_rollouts"] == 8
     assert set(report.seconds) == {"pack", "reference", "forward", "backward", "optimizer", "report"}
@@ -123,6 +125,28 @@ def test_skipping_silent_groups_changes_no_bit_of_the_update_size(make, folders)
     assert with_them["tokens"] > without["tokens"]
     assert with_them["grad_norm"] == pytest.approx(without["grad_norm"], rel=1e-5)
     assert with_them["loss"] == pytest.approx(without["loss"], rel=1e-4, abs=1e-7)
+
+
+def test_dropped_silent_groups_are_no_part_of_the_step(make, folders):
+    """DAPO's filter: the step with a silent group is bit for bit the step without it, KL or not; counted, it halves the gradient."""
+    mixed, equal = make.group((1.0, 0.0)), make.group((1.0, 1.0), admission=7)
+
+    def metrics(groups, **changes):
+        trainer = RLTrainer(config(row_tokens=4096, **changes), folders["dense"])
+        report = asyncio.run(trainer.step([make.rescored(g, make.tiny()) for g in groups]))
+        return report.metrics, report.version.hash
+
+    for kl in (0.0, 1e-2):
+        alone, hash_alone = metrics([mixed], kl=kl)
+        dropped, hash_dropped = metrics([mixed, equal], kl=kl, silent="drop")
+        assert hash_dropped == hash_alone
+        assert dropped["grad_norm"] == alone["grad_norm"]
+        assert (dropped["silent_groups"], dropped["groups"], dropped["rollouts"]) == (1, 2, 4)
+    alone, counted = metrics([mixed])[0], metrics([mixed, equal])[0]
+    assert counted["silent_groups"] == 1
+    assert counted["grad_norm"] == pytest.approx(alone["grad_norm"] / 2, rel=1e-5)
+    everything = metrics([equal], silent="drop")[0]
+    assert (everything["grad_norm"], everything["rows"], everything["silent_groups"]) == (0.0, 0.0, 1)
 
 
 def test_staleness_is_told_from_engine_discrepancy(make, folders):
@@ -192,6 +216,7 @@ def test_bfloat16_compute_trains_float32_masters(make, folders):
 
 def test_mixture_of_experts_reports_its_load(make, folders):
     _, (report,) = run(make, folders["moe"], 1, kind="moe", balance=0.01)
+    assert set(report.metrics) <= set(METRICS)
     assert 0.0 < report.metrics["load_entropy"] <= 1.0
     assert report.metrics["balance"] > 0.5
     assert report.metrics["dlogp_max"] < 1e-4, "replayed routes and equal weights"

@@ -80,6 +80,8 @@ class Facts:
     resumes: int = 0
     evaluations: dict[tuple[int, str], Evaluation] = field(default_factory=dict)
     steps: dict[int, Event] = field(default_factory=dict)
+    alarms: dict[tuple[int, str], Event] = field(default_factory=dict)
+    """(step, metric) -> the alarm it raised"""
     staleness: dict[int, int] = field(default_factory=dict)
     """admission -> staleness it was trained with"""
     rollouts: Counter[str] = field(default_factory=Counter)
@@ -204,8 +206,13 @@ def _on_group_trained(facts: Facts, event: Event) -> None:
 
 def _on_step(facts: Facts, event: Event) -> None:
     facts.steps[event["step"]] = event
+    facts.alarms = {key: alarm for key, alarm in facts.alarms.items() if key[0] != event["step"]}
     seconds = event["seconds"]
     _span(facts, event, "train", sum(seconds.values()) if isinstance(seconds, dict) else seconds)
+
+
+def _on_alarm(facts: Facts, event: Event) -> None:
+    facts.alarms[event["step"], event["metric"]] = event
 
 
 def _on_published(facts: Facts, event: Event) -> None:
@@ -255,6 +262,7 @@ _READERS = {
     "group_trained": _on_group_trained,
     "group_admitted": _on_group_admitted,
     "step": _on_step,
+    "alarm": _on_alarm,
     "published": _on_published,
     "served": _on_served,
     "checkpoint": _on_checkpoint,
@@ -540,7 +548,22 @@ def _md_staleness(facts: Facts) -> str:
             rows.append([name, f"{values[0]:.3g}", f"{values[-1]:.3g}", f"{sum(values) / len(values):.3g}", f"{max(values):.3g}"])
     if rows:
         lines.append(_table(["metric", "first step", "last step", "mean", "largest"], rows))
+    if facts.alarms:
+        lines.append(_md_alarms(facts))
     return "\n\n".join(lines)
+
+
+def _md_alarms(facts: Facts) -> str:
+    """One line a metric: how often it left its healthy range, the last time it did, and what to do."""
+    by_metric: dict[str, list[Event]] = defaultdict(list)
+    for _, alarm in sorted(facts.alarms.items()):
+        by_metric[alarm["metric"]].append(alarm)
+    return "\n".join(
+        f"- Alarm: `{metric}` crossed {last['threshold']:g} at {len(found)} of {len(facts.steps)} steps, last at step {last['step']} "
+        f"with {last['value']:.3g}: {last['advice']}."
+        for metric, found in by_metric.items()
+        for last in found[-1:]
+    )
 
 
 def _md_versions(facts: Facts) -> str:

@@ -98,6 +98,8 @@ class Recorder:
             staleness = 0 if oldest is None else step - oldest
             self.event("group_trained", admission=group.admission, step=step, lineage=self.lineage, staleness=staleness)
         self.event("step", step=step, version=str(manifest.version), metrics=report.metrics, seconds=report.seconds)
+        for alarm in report.alarms:
+            self.event("alarm", step=step, metric=alarm.metric, value=alarm.value, threshold=alarm.threshold, advice=alarm.advice)
         self.event(
             "published",
             step=step,

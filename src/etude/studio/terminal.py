@@ -36,6 +36,7 @@ class Progress:
         self.metrics: dict[str, float] = {}
         self.evals: list[dict[str, Any]] = []
         self.evaluating = ""
+        self.alarm = ""
         self._live: Live | None = None
         self._shown = 0.0
 
@@ -87,6 +88,11 @@ class Progress:
         if not self._live:
             self.console.print(self._line(), highlight=False, soft_wrap=True)
 
+    def _on_alarm(self, event: dict[str, Any]) -> None:
+        self.alarm = f"alarm at step {event['step']}: {event['metric']} = {event['value']:.3g}, threshold {event['threshold']:g}"
+        if not self._live:
+            self.console.print(f"{self.alarm}; {event['advice']}", highlight=False, soft_wrap=True)
+
     def _on_eval(self, event: dict[str, Any]) -> None:
         self.evals.append(event)
         if not self._live:
@@ -128,6 +134,7 @@ class Progress:
         longest = sorted(self.spent.items(), key=lambda item: -item[1])[:5]
         so_far = ", ".join(f"{PART_NAMES.get(part, part)} {seconds:.0f} s" for part, seconds in longest)
         rows: list[Any] = [Text(self.title, style="bold"), grid, Text("now: " + now, style="dim"), Text("so far: " + so_far, style="dim")]
+        rows += [Text(self.alarm, style="yellow")] if self.alarm else []
         rows += [Text(_eval_line(e)) for e in self.evals[-6:]]
         return Group(*rows)
 

@@ -56,6 +56,12 @@ def advantages(group: Group, kind: Literal["centred", "standardised"] = "centred
     return list(zip(members, values_G, strict=True))
 
 
+def silent(group: Group) -> bool:
+    """Whether the group's kept members all have the same reward, so that no advantage differs from 0."""
+    rewards = [g.reward for g in kept(group)]
+    return len(rewards) >= 2 and all(r == rewards[0] for r in rewards)
+
+
 def overlong(member: Graded) -> bool:
     """Whether the rollout was cut off by its token budget or its context window."""
     return member.trajectory.stop in OVERLONG

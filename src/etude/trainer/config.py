@@ -5,6 +5,8 @@ Choices the sources leave open carry their reason here (facts: Composer 2 report
 
 from __future__ import annotations
 
+import dataclasses
+import math
 from typing import Literal
 
 from etude.config import config, live
@@ -14,6 +16,33 @@ from etude.optim.config import OptimConfig
 from etude.optim.schedules import ScheduleConfig
 
 DType = Literal["float32", "bfloat16"]
+Correction = Literal["truncated", "none", "masked_token", "masked_sequence", "masked_geometric", "ppo_clip", "clip_higher", "gspo", "cispo"]
+
+
+@config
+class AlarmConfig:
+    """Healthy ranges of a step's monitors; `none` switches an alarm off. Each is a published trainer's rule of thumb (verl's
+    documentation of its rollout correction; f2: arXiv 2510.11370), not a property of this policy: raise one that a good run crosses."""
+
+    ess_min: float | None = live(0.3)
+    """Effective sample size as a share of the tokens."""
+    weight_mean_min: float | None = live(0.5)
+    weight_mean_max: float | None = live(2.0)
+    weight_std_max: float | None = live(1.0)
+    mismatch_kl_max: float | None = live(0.1)
+    """Size of the k1 estimate of KL(mu || pi)."""
+    f2_max: float | None = live(0.1)
+    """Share of tokens whose ratio is beyond 2 or 1/2."""
+    engine_dlogp_mean_max: float | None = live(0.01)
+    """Mean |delta log-prob| of tokens sampled by the very weights that are trained, where it can only be the engine's."""
+    dlogp_mean_max: float | None = live(None)
+    """The same over all tokens. Off: stale tokens differ because the policy learnt, and ess, weights and KL watch that."""
+
+    def __post_init__(self) -> None:
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            if value is not None and not (math.isfinite(value) and value >= 0):
+                raise ConfigError(f"alarms.{field.name} is {value!r}; it should be none, zero or a positive number")
 
 
 @config
@@ -25,17 +54,32 @@ class RLConfig:
     schedule: ScheduleConfig = ScheduleConfig()
     """Constant by default: an RL run has no known end. `warmup` counts steps."""
     optim: OptimConfig = OptimConfig()
-    objective: Literal["truncated", "none", "ppo_clip"] = "truncated"
-    """Off-policy correction per token: truncated importance weight, none, or PPO's clipped ratio (see `objectives`)."""
+    objective: Correction = "truncated"
+    """Off-policy correction by name; equations and sources in `objectives`, advice in docs/corrections.md."""
     cap: float = live(2.0)
     """Upper bound of the truncated importance weight; 2 is the usual token-level value."""
+    mask_low: float = live(0.5)
+    mask_high: float = live(2.0)
+    """masked_*: ratios outside [low, high] lose their gradient. Of the token, the sequence, or its geometric mean, by the name."""
     clip_low: float = live(0.2)
     clip_high: float = live(0.28)
-    """PPO clip range 1 - low .. 1 + high; the upper side wider, as in DAPO (arXiv 2503.14476)."""
+    """PPO clip range 1 - low .. 1 + high; the upper side wider, as in DAPO (arXiv 2503.14476). Equal values are PPO's own."""
+    gspo_low: float = live(3e-4)
+    gspo_high: float = live(4e-4)
+    """GSPO's clip range, the paper's (arXiv 2507.18071). Narrow: an engine that differs from the trainer by more clips everything."""
+    cispo_low: float = live(1.0)
+    cispo_high: float = live(1.0)
+    """CISPO's weight range 1 - low .. 1 + high: no lower bound as in the paper (arXiv 2506.13585), which does not give its upper one."""
     advantage: Literal["centred", "standardised"] = "centred"
     """reward - group mean (Dr. GRPO), or that divided by the group's standard deviation (GRPO), for comparison."""
     overlong: Literal["keep", "mask"] = "keep"
     """Rollouts that ran out of tokens or context: trained on like any other, or (ablation) left out of the loss."""
+    silent: Literal["count", "drop"] = "count"
+    """Groups whose rewards are all equal: counted in the normaliser (they are evidence of no preference), or left out of the step
+    altogether, KL included (DAPO's dynamic sampling without the refill, which needs other slots; see docs/corrections.md)."""
+    normaliser: Literal["constant", "length", "tokens"] = "constant"
+    """What a token's loss is divided by: C * rollouts (Dr. GRPO, arXiv 2503.20783: no length bias), rollouts * the rollout's own
+    sampled tokens (GRPO, arXiv 2402.03300), or the sampled tokens of the step (DAPO, arXiv 2503.14476)."""
     loss_constant: float = 1024.0
     """C of the normaliser C * rollouts: the token sum is divided by it, never by a sequence's own length."""
     kl: float = live(1e-3)
@@ -57,12 +101,20 @@ class RLConfig:
     publish_dtype: DType = "bfloat16"
     """Type of published weights. The trainer's own forward uses these rounded values, so what trains is what serves."""
     device: str = "cpu"
+    alarms: AlarmConfig = AlarmConfig()
 
     def __post_init__(self) -> None:
         if self.lr < 0 or self.kl < 0 or self.balance < 0:
             raise ConfigError(f"lr, kl and balance must not be negative, got {self.lr}, {self.kl}, {self.balance}")
         if self.cap < 1 or not 0 < self.clip_low < 1 or self.clip_high <= 0:
             raise ConfigError(f"cap >= 1, 0 < clip_low < 1 and clip_high > 0 are needed, got {self.cap}, {self.clip_low}, {self.clip_high}")
+        if self.objective == "clip_higher" and self.clip_high <= self.clip_low:
+            raise ConfigError(f"clip_higher needs clip_high > clip_low, got {self.clip_high} and {self.clip_low}; or use ppo_clip")
+        if not 0 <= self.mask_low <= 1 <= self.mask_high:
+            raise ConfigError(f"0 <= mask_low <= 1 <= mask_high is needed, got {self.mask_low}, {self.mask_high}")
+        if not 0 < self.gspo_low < 1 or self.gspo_high <= 0 or not 0 < self.cispo_low <= 1 or self.cispo_high <= 0:
+            found = (self.gspo_low, self.gspo_high, self.cispo_low, self.cispo_high)
+            raise ConfigError(f"0 < gspo_low < 1, 0 < cispo_low <= 1 and positive upper sides are needed, got {found}")
         if self.loss_constant <= 0 or self.row_tokens < 1:
             raise ConfigError(f"loss_constant and row_tokens must be positive, got {self.loss_constant}, {self.row_tokens}")
 

@@ -23,7 +23,7 @@ from etude.model.cache import PagedCache, Plan, blocks_for
 from etude.model.transformer import Decoder
 from etude.records import Batch
 from etude.trainer.config import RLConfig
-from etude.trainer.objectives import TokenInputs, clipped, k1_reward, objective
+from etude.trainer.objectives import TokenInputs, k1_reward, objective
 
 LOGITS_AT_ONCE = 2**26
 """Elements of a logits matrix computed at once (256 MiB in float32); more are computed in chunks and again in the backward."""
@@ -55,6 +55,8 @@ class TokenStats:
     old_M: np.ndarray
     entropy_M: np.ndarray
     k1_M: np.ndarray
+    weight_M: np.ndarray
+    """Factor the correction gave the token's gradient (see `objectives.Corrected`)."""
     clipped_M: np.ndarray
     version_M: np.ndarray
 
@@ -149,16 +151,17 @@ def rl_loss(scores: Scores, batch: Batch, where_M: np.ndarray, reference_M: Tens
     if reference_M is not None:
         k1_M = logp_M.detach() - reference_M
         advantage_M = advantage_M + k1_reward(logp_M, reference_M, sample_M, config)
-    inputs = TokenInputs(logp_M=logp_M, old_M=old_M, advantage_M=advantage_M, sample_M=sample_M)
-    loss = (weight_M * objective(config.objective)(inputs, config)).sum()
-    cut_M = clipped(config, (logp_M.detach() - old_M).exp(), advantage_M)
+    inputs = TokenInputs(logp_M=logp_M, old_M=old_M, advantage_M=advantage_M, sample_M=sample_M, mask_M=weight_M != 0)
+    corrected = objective(config.objective)(inputs, config)
+    loss = (weight_M * corrected.loss_M).sum()
     sampled = batch.rl_weight_N[where_M] != 0
     stats = TokenStats(
         logp_M=numpy(logp_M)[sampled],
         old_M=batch.old_logprob_N[where_M][sampled],
         entropy_M=numpy(scores.entropy_M)[sampled],
         k1_M=numpy(k1_M)[sampled],
-        clipped_M=numpy(cut_M)[sampled],
+        weight_M=numpy(corrected.weight_M)[sampled],
+        clipped_M=numpy(corrected.cut_M)[sampled],
         version_M=batch.version_N[where_M][sampled],
     )
     return loss, stats

@@ -7,7 +7,8 @@ T tokens of a segment, N tokens of a row, L layers, K experts per token.
 Invariants, each tested:
 - what was sampled is what is trained: ids are copied, never re-tokenised, and only sampled tokens have weight;
 - tokens are conserved: a sample's tokens appear in exactly one row, whole; a row never exceeds `row_tokens`;
-- a token's weight is 1 / (C * rollouts) and does not depend on its sequence's length, on the row, or on the order of rows;
+- a token's weight is 1 / (C * rollouts) and does not depend on its sequence's length, on the row, or on the order of rows (two other
+  normalisers, for comparison, divide by lengths);
 - all segments of a chain (a trajectory with compactions) share the trajectory's advantage;
 - each stream (rl, hint, ce) is divided by its own global count, so adding one does not change another.
 
@@ -19,6 +20,7 @@ Rows are balanced by a cost model with attention's quadratic term: longest sampl
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -26,8 +28,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from etude.errors import ConfigError
-from etude.records import ABSENT_ROUTE, ABSENT_ROUTE_16, Batch, Group, Segment, Version
-from etude.trainer.advantage import advantages, overlong
+from etude.records import ABSENT_ROUTE, ABSENT_ROUTE_16, Batch, Group, Segment, Trajectory, Version
+from etude.trainer.advantage import advantages, overlong, silent
 from etude.trainer.config import RLConfig
 
 Cost = Callable[[int], float]
@@ -35,7 +37,8 @@ Cost = Callable[[int], float]
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Sample:
-    """One segment ready to be packed. Weights are 0 or 1 here; `pack` divides them by the streams' normalisers."""
+    """One segment ready to be packed. Weights are 0 or 1 here (1 / the rollout's tokens with `normaliser = "length"`); `pack` divides
+    them by the streams' normalisers."""
 
     ids_T: np.ndarray
     rl_T: np.ndarray
@@ -62,17 +65,21 @@ class Normalisers:
 
 
 def samples_from_groups(groups: Sequence[Group], current: Version, config: RLConfig) -> tuple[list[Sample], Normalisers]:
-    """Samples of all kept members, and the rl normaliser C * rollouts.
+    """Samples of all kept members, and the rl normaliser (C * rollouts by default).
 
-    Rollouts counts every kept member of a usable group, silent groups too, so that leaving silent ones out of the
-    forward (`skip_silent`) changes nothing about the others.
+    Rollouts and tokens count every kept member of a usable group, silent groups too, so that leaving silent ones out of the
+    forward (`skip_silent`) changes nothing about the others. With `silent = "drop"` a silent group is no part of the step.
     """
     samples: list[Sample] = []
-    rollouts = 0
+    rollouts = tokens = 0
     needed = config.kl > 0 or config.balance > 0 or not config.skip_silent
     for group in groups:
+        if config.silent == "drop" and silent(group):
+            continue
         for member, advantage in advantages(group, config.advantage):
             rollouts += 1
+            own = sampled_tokens(member.trajectory)
+            tokens += own
             masked = config.overlong == "mask" and overlong(member)
             if masked or (advantage == 0.0 and not needed):
                 continue
@@ -80,8 +87,16 @@ def samples_from_groups(groups: Sequence[Group], current: Version, config: RLCon
             for index, segment in enumerate(trajectory.segments):
                 origin = (group.admission, trajectory.member, index)
                 if (sample := sample_from_segment(segment, advantage, current, origin)) is not None:
+                    if config.normaliser == "length":
+                        sample = dataclasses.replace(sample, rl_T=sample.rl_T / np.float32(own))
                     samples.append(sample)
-    return samples, Normalisers(rl=config.loss_constant * max(rollouts, 1))
+    whole = {"constant": config.loss_constant * max(rollouts, 1), "length": max(rollouts, 1), "tokens": max(tokens, 1)}
+    return samples, Normalisers(rl=whole[config.normaliser])
+
+
+def sampled_tokens(trajectory: Trajectory) -> int:
+    """Tokens of all segments that can be trained on: sampled, and with something before them."""
+    return sum(int(np.count_nonzero(s.sampled_T[1:])) for s in trajectory.segments)
 
 
 def sample_from_segment(segment: Segment, advantage: float, current: Version, origin: tuple[int, int, int]) -> Sample | None:

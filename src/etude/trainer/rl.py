@@ -34,7 +34,8 @@ from etude.optim.schedules import factor
 from etude.records import Batch, Group, Manifest, StepReport, Version
 from etude.sync.chain import weights_hash
 from etude.trainer import mismatch, provenance
-from etude.trainer.advantage import kept
+from etude.trainer.advantage import kept, silent
+from etude.trainer.alarms import alarms
 from etude.trainer.checkpoint import read_state, restore_tensors, save_checkpoint
 from etude.trainer.config import RLConfig
 from etude.trainer.flops import TRAIN_FACTOR, forward_flops
@@ -174,7 +175,9 @@ class RLTrainer:
         metrics |= {"lr": lr, "rows": float(len(rows)), "tokens": float(sum(len(r.ids_N) for r in rows))}
         metrics |= {"groups": float(len(groups)), "rollouts": float(sum(len(kept(g)) for g in groups))}
         metrics["signal_rollouts"] = float(len({s.origin[:2] for s in samples if s.advantage != 0.0}))
-        return StepReport(step=self.steps, version=self._version, metrics=metrics, seconds=clock.done())
+        metrics["silent_groups"] = float(sum(silent(g) for g in groups))
+        found = alarms(metrics, config.alarms)
+        return StepReport(step=self.steps, version=self._version, metrics=metrics, seconds=clock.done(), alarms=found)
 
     def _gradients(self, rows: Sequence[Batch], where: str, clock: _Clock) -> dict[str, float]:
         """Forward and backward over all rows; leaves float32 gradients on the masters."""
