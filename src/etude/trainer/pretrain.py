@@ -31,7 +31,7 @@ from torch import Tensor
 
 from etude.config import resolved
 from etude.errors import CheckpointError, UserError
-from etude.model.transformer import Decoder
+from etude.model.transformer import Decoder, rounded
 from etude.model.weights import from_config, load_model
 from etude.optim.build import Optimizer, build_optimizer, clip_gradients
 from etude.optim.schedules import factor
@@ -217,7 +217,7 @@ class _Run:
             if scores.load_LE is not None:
                 load_LE = scores.load_LE if load_LE is None else load_LE + scores.load_LE
         if load_LE is None and self.model.config.moe:
-            load_LE = torch.zeros(self.model.config.layers, self.model.config.experts, dtype=torch.int64, device=device)
+            load_LE = torch.zeros(self.model.config.moe_layers, self.model.config.experts, dtype=torch.int64, device=device)
         if self.ranks.count > 1:
             for p in self.params.values():
                 p.grad = torch.zeros_like(p) if p.grad is None else p.grad
@@ -287,7 +287,7 @@ class _Run:
         if self.saved == self.step:
             return final
         self.saved = self.step
-        weights = weights_hash({n: p.detach().to(dtype) for n, p in self.params.items()})
+        weights = weights_hash({n: rounded(n, p.detach(), dtype) for n, p in self.params.items()})
         self.ranks.agree(weights)
         if self.ranks.rank:
             return final
