@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from etude.errors import CheckpointError
 from etude.model.config import ModelConfig, Numerics
 from etude.model.families import config_from_hf, family
-from etude.model.transformer import KEPT, Decoder, rounded
+from etude.model.transformer import KEPT, Decoder
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -63,11 +63,11 @@ def save_model(
     names = [SINGLE] if len(shards) == 1 else [f"model-{i:05d}-of-{len(shards):05d}.safetensors" for i in range(1, len(shards) + 1)]
     for name, shard in zip(names, shards, strict=True):
         # clone: safetensors refuses tensors that share memory, as the slices of a stack do
-        tensors = {disk: rounded(disk, part, dtype).clone() for disk, part in shard.items()}
+        tensors = {disk: part.to(_type(disk, part, dtype), copy=True) for disk, part in shard.items()}
         _replace(folder / name, lambda path, tensors=tensors: save_file(tensors, path, metadata={"format": "pt"}))
     if len(shards) > 1:
         weight_map = {disk: name for name, shard in zip(names, shards, strict=True) for disk in shard}
-        total = sum(_bytes(disk, part, dtype) for disk, part in disk_tensors(model))
+        total = sum(part.numel() * _type(disk, part, dtype).itemsize for disk, part in disk_tensors(model))
         _write_json(folder / INDEX, {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))})
     for old in folder.glob("model*.safetensors*"):
         if old.name not in names and not (old.name == INDEX and len(shards) > 1):
@@ -220,7 +220,7 @@ def _shards(model: Decoder, dtype: torch.dtype, limit: int) -> Iterator[dict[str
     shard: dict[str, Tensor] = {}
     size = 0
     for disk, part in disk_tensors(model):
-        part_bytes = _bytes(disk, part, dtype)
+        part_bytes = part.numel() * _type(disk, part, dtype).itemsize
         if shard and size + part_bytes > limit:
             yield shard
             shard, size = {}, 0
@@ -229,8 +229,8 @@ def _shards(model: Decoder, dtype: torch.dtype, limit: int) -> Iterator[dict[str
     yield shard
 
 
-def _bytes(disk: str, part: Tensor, dtype: torch.dtype) -> int:
-    return part.numel() * (part.dtype if disk.endswith(KEPT) else dtype).itemsize
+def _type(disk: str, part: Tensor, dtype: torch.dtype) -> torch.dtype:
+    return part.dtype if disk.endswith(KEPT) else dtype
 
 
 def _replace(path: Path, write: Any) -> None:

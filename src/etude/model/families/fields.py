@@ -82,7 +82,9 @@ def required(data: Mapping[str, Any], key: str, *others: str) -> Any:
 def refuse(data: Mapping[str, Any], key: str, *allowed: Any) -> None:
     """Stop at a field whose value would change the computation in a way that is not implemented."""
     if data.get(key) not in (None, *allowed):
-        raise CheckpointError(f"config.json has {key} = {data[key]!r}, which is not implemented; etude runs {allowed[0]!r}")
+        raise CheckpointError(
+            f"config.json has {key} = {data[key]!r}, which is not implemented; etude runs {allowed[0]!r}, so use a model with that"
+        )
 
 
 def rope_from_hf(data: Mapping[str, Any], max_positions: int) -> dict[str, Any]:
@@ -151,7 +153,9 @@ def common_from_hf(data: Mapping[str, Any]) -> dict[str, Any]:
         )
     sliding = [kind for kind in data.get("layer_types") or [] if kind != "full_attention"]
     if sliding:
-        raise CheckpointError(f"config.json has {sliding[0]!r} in layer_types, which is not implemented; etude runs 'full_attention'")
+        raise CheckpointError(
+            f"config.json has {sliding[0]!r} in layer_types, which is not implemented; use a model whose layers all have 'full_attention'"
+        )
     heads = required(data, "num_attention_heads")
     hidden = required(data, "hidden_size")
     max_positions = int(data.get("max_position_embeddings", 2048))
