@@ -134,6 +134,7 @@ def make_engine(
     import torch
 
     from etude.inference.engine import NativeEngine
+    from etude.model.transformer import rounded
     from etude.model.weights import load_model
     from etude.sync.chain import weights_hash
     from etude.sync.receive import Receiver
@@ -142,7 +143,7 @@ def make_engine(
     dtype = torch.float32 if device == "cpu" else torch.bfloat16
     model = load_model(Path(folder), dtype=dtype, device=device, numerics=numerics)
     params = dict(model.named_parameters())
-    wire = {name: p.detach().to(getattr(torch, published)) for name, p in params.items()}
+    wire = {name: rounded(name, p.detach(), getattr(torch, published)) for name, p in params.items()}
     found = weights_hash(wire)
     if version is not None and version.hash != found:
         raise IntegrityError(

@@ -9,12 +9,17 @@ import torch
 from etude.errors import EngineError
 from etude.inference import naive
 from etude.inference.engine import EngineConfig, NativeEngine
-from etude.model.config import ModelConfig
+from etude.model.config import Latent, ModelConfig
 from etude.model.transformer import Decoder
 
 SHAPE = {"vocab_size": 131, "hidden": 32, "layers": 2, "heads": 4, "kv_heads": 2, "head_dim": 8, "max_positions": 256}
 MOE = {"experts": 6, "experts_per_token": 2, "expert_intermediate": 24, "shared_intermediate": 16, "family": "qwen2_moe", "qkv_bias": True}
-CONFIGS = {"dense": ModelConfig(**SHAPE, intermediate=48), "moe": ModelConfig(**SHAPE, **MOE)}
+LATENT = {
+    **SHAPE, "kv_heads": 4, "head_dim": 40, "intermediate": 48, "experts": 6, "experts_per_token": 2, "expert_intermediate": 24,
+    "shared_intermediate": 24, "dense_layers": 1, "route_groups": 3, "route_groups_kept": 2, "route_scale": 1.5, "norm_topk": True,
+    "latent": Latent(kv_rank=32, q_rank=24, nope_dim=32, rope_dim=8, value_dim=32), "family": "deepseek_v3",
+}  # fmt: skip
+CONFIGS = {"dense": ModelConfig(**SHAPE, intermediate=48), "moe": ModelConfig(**SHAPE, **MOE), "latent": ModelConfig(**LATENT)}
 
 
 def decoder(kind, dtype, numerics):
@@ -63,7 +68,7 @@ SETTINGS = {
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("kind", ["dense", "moe"])
+@pytest.mark.parametrize("kind", CONFIGS)
 def test_invariant_engine_equals_its_naive_twin_bit_for_bit(lab, kind, dtype):
     model = decoder(kind, dtype, "invariant")
     arrivals = load(lab)
@@ -87,7 +92,7 @@ def test_the_bits_do_not_depend_on_the_number_of_threads(lab, dtype):
     assert all(lab.same(g, w) for g, w in zip(got, want, strict=True))
 
 
-@pytest.mark.parametrize("kind", ["dense", "moe"])
+@pytest.mark.parametrize("kind", CONFIGS)
 def test_invariant_score_equals_what_generate_reported_bit_for_bit(lab, kind):
     model = decoder(kind, torch.float32, "invariant")
     arrivals = load(lab)[:5]
@@ -99,7 +104,7 @@ def test_invariant_score_equals_what_generate_reported_bit_for_bit(lab, kind):
             at_one, twin = await engine.score(ids), naive.score(model, ids, lab.version(0))
             assert np.array_equal(at_one.logprob_T[len(request.ids) :], generation.logprob_t1_T)
             assert np.array_equal(at_one.logprob_T, twin.logprob_T)
-            if kind == "moe":
+            if model.config.moe:
                 assert np.array_equal(at_one.routes_TLK, twin.routes_TLK)
                 assert np.array_equal(at_one.routes_TLK[:-1], generation.routes_PTLK[:-1])
             else:
@@ -111,7 +116,7 @@ def test_invariant_score_equals_what_generate_reported_bit_for_bit(lab, kind):
     asyncio.run(main())
 
 
-@pytest.mark.parametrize("kind", ["dense", "moe"])
+@pytest.mark.parametrize("kind", CONFIGS)
 def test_fast_greedy_engine_equals_its_naive_twin(lab, kind):
     model = decoder(kind, torch.float32, "fast")
     arrivals = load(lab, greedy=True)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from etude.model.cache import PagedCache, Plan
-from etude.model.config import ModelConfig
+from etude.model.config import Latent, ModelConfig, RopeScaling
 from etude.model.transformer import Decoder, Output
 from etude.model.weights import from_config
 
@@ -23,10 +23,20 @@ MOE = ModelConfig(
     shared_intermediate=48, norm_topk=True, qkv_bias=True, family="qwen2_moe",
 )  # fmt: skip
 DENSE = ModelConfig(vocab_size=96, hidden=64, layers=2, heads=4, kv_heads=4, head_dim=32, intermediate=96, tie_embeddings=False)
-CONFIGS = {"moe": MOE, "dense": DENSE}
+LATENT = ModelConfig(
+    vocab_size=96, hidden=64, layers=2, heads=4, kv_heads=4, head_dim=48, intermediate=80, experts=6, experts_per_token=2,
+    expert_intermediate=32, shared_intermediate=64, dense_layers=1, route_groups=3, route_groups_kept=2, route_scale=1.7, norm_topk=True,
+    latent=Latent(kv_rank=48, q_rank=32, nope_dim=32, rope_dim=16, value_dim=32), tie_embeddings=False, family="deepseek_v3",
+    rope_scaling=RopeScaling(kind="yarn", factor=4.0, original_positions=64, mscale=0.7, mscale_all_dim=1.0),
+)  # fmt: skip
+NORMED = ModelConfig(
+    vocab_size=96, hidden=64, layers=2, heads=4, kv_heads=2, head_dim=32, experts=5, experts_per_token=2, expert_intermediate=32,
+    norm_topk=True, family="qwen3_moe", rope_scaling=RopeScaling(kind="yarn", factor=4.0, original_positions=64),
+)  # fmt: skip
+CONFIGS = {"moe": MOE, "dense": DENSE, "latent": LATENT, "normed": NORMED}
 
 
-@pytest.fixture(params=["moe", "dense"])
+@pytest.fixture(params=["moe", "dense", "latent", "normed"])
 def config(request: pytest.FixtureRequest) -> ModelConfig:
     return CONFIGS[request.param]
 

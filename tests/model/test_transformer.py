@@ -73,7 +73,7 @@ def gradients(model, forward):
     seqs = tokens(*LENGTHS)
     logits_S = forward(model, seqs)
     sum(F.cross_entropy(logits[:-1], ids[1:], reduction="sum") for logits, ids in zip(logits_S, seqs, strict=True)).backward()
-    return {name: p.grad.float() for name, p in model.named_parameters()}
+    return {name: p.grad.float() for name, p in model.named_parameters() if p.requires_grad}
 
 
 def twin_forward(routes_NLK):

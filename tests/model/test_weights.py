@@ -11,6 +11,12 @@ from etude.errors import CheckpointError
 from etude.model.cache import PagedCache, Plan, blocks_for
 from etude.model.weights import load_model, read_config, save_model
 
+CLASSES = {
+    "llama": "LlamaForCausalLM",
+    "qwen2_moe": "Qwen2MoeForCausalLM",
+    "qwen3_moe": "Qwen3MoeForCausalLM",
+    "deepseek_v3": "DeepseekV3ForCausalLM",
+}
 ATOL = 2e-5
 """float32 logits of size 1 to 10 against transformers' own kernels; the worst seen is 4e-6."""
 
@@ -69,7 +75,7 @@ def test_our_folder_loads_there(transformers, tmp_path, config, make_model):
     model = make_model(config)
     save_model(model, tmp_path, extra={"eos_token_id": 7})
     theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path).eval()
-    assert type(theirs).__name__ == {"llama": "LlamaForCausalLM", "qwen2_moe": "Qwen2MoeForCausalLM"}[config.family]
+    assert type(theirs).__name__ == CLASSES[config.family]
     assert (theirs.config.eos_token_id, theirs.config.bos_token_id) == (7, None)
     ids = torch.arange(60)
     with torch.no_grad():
@@ -147,7 +153,7 @@ def test_wrong_tensors_are_named(tmp_path, moe_config, make_model):
     [
         ({"model_type": "qwen2_mow"}, "did you mean 'qwen2_moe'"),
         ({"hidden_act": "gelu"}, "hidden_act = 'gelu', which is not implemented"),
-        ({"rope_scaling": {"rope_type": "yarn", "factor": 4}}, "rotary scaling 'yarn'"),
+        ({"rope_scaling": {"rope_type": "dynamic", "factor": 4}}, "rotary scaling 'dynamic'"),
         ({"mlp_only_layers": [0]}, "mlp_only_layers"),
         ({"num_experts": None}, "no 'num_experts'"),
         ({"hidden_size": None}, "no 'hidden_size'"),

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 import torch
 
-from etude.model.config import ModelConfig
-from etude.model.transformer import Decoder
+from etude.model.config import Latent, ModelConfig
+from etude.model.transformer import KEPT, Decoder
 from etude.model.weights import save_model
 from etude.records import (
     Batch,
@@ -43,7 +43,12 @@ MOE = ModelConfig(
     max_positions=512,
     family="qwen2_moe",
 )
-SHAPES = {"dense": DENSE, "moe": MOE}
+LATENT = ModelConfig(
+    vocab_size=48, hidden=32, layers=2, heads=4, kv_heads=4, head_dim=40, intermediate=40, experts=4, experts_per_token=2,
+    expert_intermediate=24, shared_intermediate=24, dense_layers=1, route_groups=2, route_groups_kept=1, route_scale=1.5, norm_topk=True,
+    latent=Latent(kv_rank=32, q_rank=12, nope_dim=32, rope_dim=8, value_dim=32), max_positions=512, family="deepseek_v3",
+)  # fmt: skip
+SHAPES = {"dense": DENSE, "moe": MOE, "latent": LATENT}
 BASE = Version(lineage=0, ordinal=0, hash="0" * 32)
 
 
@@ -53,6 +58,8 @@ def lively(model: Decoder) -> Decoder:
         for name, parameter in model.named_parameters():
             if parameter.ndim >= 2:
                 parameter.mul_(4.0 if "embed" not in name else 2.0)
+            if name.endswith(KEPT):
+                parameter.copy_(4 - 0.004 * torch.arange(len(parameter)))  # all 4 in bfloat16, if anything rounded them
     return model
 
 

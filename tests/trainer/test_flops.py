@@ -15,6 +15,15 @@ def test_active_parameters_count_the_experts_a_token_passes(make):
     assert active_params(moe.config) == sum(p.numel() for n, p in moe.named_parameters() if p.ndim >= 2) - unused - gates
 
 
+def test_active_parameters_of_latent_attention_are_those_of_its_matrices(make):
+    """Absorbed or not, a token passes each once; of the experts it passes some, and none in a dense layer."""
+    model = make.tiny("latent")
+    unused = sum(p.numel() // 2 for n, p in model.named_parameters() if p.ndim == 3)
+    assert active_params(model.config) == sum(p.numel() for n, p in model.named_parameters() if p.ndim >= 2) - unused
+    a, b, c = (forward_flops(model.config, n) for n in (100, 200, 400))
+    assert c - 2 * b == pytest.approx(4 * (b - 2 * a)) == pytest.approx(2 * 2 * 4 * (32 + 8) * 2 * 200 * 200)
+
+
 def test_forward_flops_are_linear_plus_causal_quadratic(make):
     config = make.shapes["dense"]
     a, b, c = (forward_flops(config, n) for n in (100, 200, 400))

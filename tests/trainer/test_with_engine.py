@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from etude.inference.engine import EngineConfig, NativeEngine
+from etude.model.transformer import rounded
 from etude.model.weights import load_model
 from etude.protocols import GenerateRequest
 from etude.records import Graded, Group, Sampling, Segment, StopReason, Trajectory, Version, seed_for
@@ -22,7 +23,7 @@ def native_engine(folder, dtype=torch.float32):
     """Weights arrive in bfloat16 and are computed with in `dtype`."""
     model = load_model(folder, dtype=dtype, numerics="invariant")
     params = dict(model.named_parameters())
-    wire = {n: p.detach().to(torch.bfloat16) for n, p in params.items()}
+    wire = {n: rounded(n, p.detach(), torch.bfloat16) for n, p in params.items()}
     with torch.no_grad():
         for n, p in params.items():
             p.copy_(wire[n])
@@ -86,12 +87,21 @@ async def sampled_group(engine, admission, rewards, *, turns=2):
     return Group(admission=admission, task_id="t", admitted_at=await engine.version(), members=tuple(members))
 
 
-@pytest.mark.parametrize(("replay", "dtype"), [(True, "float32"), (False, "float32"), (True, "bfloat16")])
-def test_mismatch_is_exactly_zero_over_steps_and_swaps(folders, tmp_path, replay, dtype):
+@pytest.mark.parametrize(
+    ("kind", "replay", "dtype"),
+    [
+        ("moe", True, "float32"),
+        ("moe", False, "float32"),
+        ("moe", True, "bfloat16"),
+        ("latent", True, "float32"),
+        ("latent", False, "bfloat16"),
+    ],
+)
+def test_mismatch_is_exactly_zero_over_steps_and_swaps(folders, tmp_path, kind, replay, dtype):
     async def go():
-        engine = native_engine(folders["moe"], getattr(torch, dtype))
+        engine = native_engine(folders[kind], getattr(torch, dtype))
         config = RLConfig(lr=1e-2, kl=1e-2, numerics="invariant", router_replay=replay, row_tokens=64, compute_dtype=dtype)
-        trainer = RLTrainer(config, folders["moe"], store=tmp_path)
+        trainer = RLTrainer(config, folders[kind], store=tmp_path)
         reports, late = [], None
         for step in range(3):
             groups = [await sampled_group(engine, 10 * step + a, (1.0, 0.0, 0.5)) for a in range(2)]

@@ -1,7 +1,7 @@
 """Chunks to tensors and back: builds the Plan, runs the model, keeps only the rows that need logits.
 
     N  tokens of this step     S  chunks of this step     R  rows of the engine (max_running)     B  blocks per table
-    M  rows that need logits   V  vocabulary              Q  cache slots                          L, K  layers, experts per token
+    M  rows that need logits   V  vocabulary              Q  cache slots                          L, K  MoE layers, experts per token
 
 Touches tensors only: which tokens to compute was decided before. Per-step Python is a pass over the chunks; everything
 a token is about is computed on whole numpy arrays from per-row arrays that live as long as the engine (block
@@ -29,10 +29,10 @@ _SCORE_ELEMENTS = 1 << 22
 
 
 def block_bytes(config: ModelConfig, block_size: int, dtype: torch.dtype) -> int:
-    """Memory of one block: keys, values and routes of its slots in all layers."""
-    token = 2 * config.layers * config.kv_heads * config.head_dim * dtype.itemsize
+    """Memory of one block: keys and values (or latents) and routes of its slots in all layers."""
+    token = config.cache_tensors * config.layers * config.cache_heads * config.cache_width * dtype.itemsize
     if config.moe:
-        token += config.layers * config.experts_per_token * (1 if config.absent_route == ABSENT_ROUTE else 2)
+        token += config.moe_layers * config.experts_per_token * (1 if config.absent_route == ABSENT_ROUTE else 2)
     return token * block_size
 
 
@@ -50,7 +50,7 @@ class Runner:
         self.has_routes = model.config.moe
         self._absent_route = model.config.absent_route
         self._routes_dtype = np.uint8 if self._absent_route == ABSENT_ROUTE else np.uint16
-        shape = (num_blocks * block_size, model.config.layers, model.config.experts_per_token) if self.has_routes else (0, 0, 0)
+        shape = (num_blocks * block_size, model.config.moe_layers, model.config.experts_per_token) if self.has_routes else (0, 0, 0)
         stored = torch.uint8 if self._routes_dtype is np.uint8 else torch.int16
         self._routes_QLK = torch.zeros(shape, dtype=stored, device=self.device)
 

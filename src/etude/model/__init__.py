@@ -7,6 +7,7 @@
     cache.py         Plan and PagedCache: which token is where
     rope.py          rotary position embedding
     linear.py        matmul, norm and padding whose bits do not depend on the batch
+    latent.py        attention over cached latents (DeepSeek-V3)
     reference.py     the slow twin that tests compare with
     weights.py       Hugging Face folders in and out
     gguf.py          GGUF files in

@@ -1,4 +1,4 @@
-"""Grouped-query attention that reads keys and values through block tables.
+"""Attention that reads keys and values through block tables: the part every family shares, and grouped-query attention.
 
     N  tokens of this forward       H  query heads       K  key/value heads     G  query heads per key/value head
     S  sequences in a group         D  head dimension    T  keys (context)      R  query rows of one key/value head
@@ -30,7 +30,7 @@ from torch import Tensor, nn
 from etude.errors import ConfigError
 from etude.model.cache import PagedCache, Plan
 from etude.model.config import ModelConfig
-from etude.model.linear import ROWS, Linear, pad_rows, round_up
+from etude.model.linear import ROWS, Linear, RMSNorm, pad_rows, round_up
 from etude.model.rope import Turn
 
 SHORT = 16
@@ -133,8 +133,8 @@ class _Builder:
         self.group_size = config.group
         self.block_size = cache.block_size
         self.device = plan.positions_N.device
-        self.block_numbers = config.kv_heads * cache.block_size * config.head_dim
-        self.heads_K1 = torch.arange(config.kv_heads, device=self.device).unsqueeze(1) * cache.num_blocks
+        self.block_numbers = config.cache_heads * cache.block_size * config.cache_width
+        self.heads_K1 = torch.arange(config.cache_heads, device=self.device).unsqueeze(1) * cache.num_blocks
 
     def blocks(self, length: int) -> int:
         """Blocks to read for a context of this length."""
@@ -238,42 +238,35 @@ def tiles(tokens: int) -> list[tuple[int, int]]:
     return [(a, min(a + TILE, tokens)) for a in range(0, tokens, TILE)]
 
 
-class Attention(nn.Module):
-    """Projections, rotary embedding, cache write, and attention over the cache."""
+class CachedAttention(nn.Module):
+    """Cache write and attention over the cache: what is left when a family has made its queries, keys and values."""
 
     def __init__(self, config: ModelConfig, layer: int, *, invariant: bool) -> None:
         super().__init__()
         self.layer = layer
-        self.heads, self.kv_heads, self.head_dim = config.heads, config.kv_heads, config.head_dim
+        self.heads, self.kv_heads, self.head_dim = config.heads, config.cache_heads, config.cache_width
+        self.scale = config.attention_scale
         self.invariant = invariant
-        self.q_proj = Linear(config.hidden, config.heads * config.head_dim, bias=config.qkv_bias, invariant=invariant)
-        self.k_proj = Linear(config.hidden, config.kv_heads * config.head_dim, bias=config.qkv_bias, invariant=invariant)
-        self.v_proj = Linear(config.hidden, config.kv_heads * config.head_dim, bias=config.qkv_bias, invariant=invariant)
-        self.o_proj = Linear(config.heads * config.head_dim, config.hidden, invariant=invariant)
 
-    def forward(self, x_NI: Tensor, turn: Turn, plan: Plan, layout: Layout, cache: PagedCache) -> Tensor:
-        n = layout.count
-        q_NHD = turn(self.q_proj(x_NI).unflatten(-1, (self.heads, self.head_dim)))
-        k_NKD = turn(self.k_proj(x_NI).unflatten(-1, (self.kv_heads, self.head_dim)))
-        v_NKD = self.v_proj(x_NI).unflatten(-1, (self.kv_heads, self.head_dim))
-        keys, values = cache.write(self.layer, k_NKD[:n], v_NKD[:n], plan.slots_N)
-        parts = [self._short(q_NHD[:n], cache, keys, values, group) for group in layout.groups]
+    def attend(self, q_NHD: Tensor, k_NKD: Tensor, v_NKD: Tensor | None, plan: Plan, layout: Layout, cache: PagedCache) -> Tensor:
+        """[N, H * D]. Without values the keys serve as both."""
+        keys, values = cache.write(self.layer, k_NKD, v_NKD, plan.slots_N)
+        parts = [self._short(q_NHD, cache, keys, values, group) for group in layout.groups]
         if layout.long is not None:
-            parts += self._long(q_NHD[:n], cache, keys, values, layout.long)
+            parts += self._long(q_NHD, cache, keys, values, layout.long)
         out_NI = parts[0] if len(parts) == 1 else torch.cat(parts)
-        if layout.back is not None:
-            out_NI = out_NI.index_select(0, layout.back)
-        return self.o_proj(pad_rows(out_NI, x_NI.shape[0]))
+        return out_NI if layout.back is None else out_NI.index_select(0, layout.back)
 
     def _short(self, q_NHD: Tensor, cache: PagedCache, keys: Tensor, values: Tensor, group: Group) -> Tensor:
         q = q_NHD if group.rows is None else q_NHD.index_select(0, group.rows)
         k_SKTD = cache.gather(keys, group.index, group.count, "keys")
-        v_SKTD = cache.gather(values, group.index, group.count, "values")
+        v_SKTD = k_SKTD if values is keys else cache.gather(values, group.index, group.count, "values")
         return self._attend(q.unflatten(0, (group.count, group.tokens)), k_SKTD, v_SKTD, group.mask)
 
     def _long(self, q_NHD: Tensor, cache: PagedCache, keys: Tensor, values: Tensor, long: Long) -> list[Tensor]:
         q_NHD = q_NHD if long.rows is None else q_NHD.index_select(0, long.rows)
-        k_1KTD, v_1KTD = cache.gather(keys, long.index, 1, "keys"), cache.gather(values, long.index, 1, "values")
+        k_1KTD = cache.gather(keys, long.index, 1, "keys")
+        v_1KTD = k_1KTD if values is keys else cache.gather(values, long.index, 1, "values")
         if long.padded is not None:
             return [self._together(q_NHD, k_1KTD, v_1KTD, long.padded)]
         k_S, v_S = k_1KTD.split(long.slots_S, 2), v_1KTD.split(long.slots_S, 2)
@@ -290,7 +283,7 @@ class Attention(nn.Module):
         k, v = (x[:, :, :length].to(dtype) for x in (k_1KTD, v_1KTD))
         with torch.autocast(q_NHD.device.type, enabled=dtype != torch.float32):
             out = F.scaled_dot_product_attention(
-                q_1HND, k, v, attn_mask=masks[0], is_causal=masks[0] is None, enable_gqa=self.heads != self.kv_heads
+                q_1HND, k, v, attn_mask=masks[0], is_causal=masks[0] is None, scale=self.scale, enable_gqa=self.heads != self.kv_heads
             )
         return out[0].transpose(0, 1).flatten(1).to(q_NHD.dtype)
 
@@ -299,7 +292,7 @@ class Attention(nn.Module):
         k, v = (
             x[0].to(q_NHD.dtype).index_select(1, padded.keys).unflatten(1, (padded.count, -1)).transpose(0, 1) for x in (k_1KTD, v_1KTD)
         )
-        out_SHTD = F.scaled_dot_product_attention(q_SHTD, k, v, is_causal=True, enable_gqa=self.heads != self.kv_heads)
+        out_SHTD = F.scaled_dot_product_attention(q_SHTD, k, v, is_causal=True, scale=self.scale, enable_gqa=self.heads != self.kv_heads)
         return out_SHTD.transpose(1, 2).flatten(0, 1).index_select(0, padded.places).flatten(1)
 
     def _tiled(self, q_NHD: Tensor, k_1KTD: Tensor, v_1KTD: Tensor, length: int, masks: list[Tensor | None]) -> Tensor:
@@ -314,7 +307,7 @@ class Attention(nn.Module):
         """Query [S, tokens, H, D] against padded contexts, in float32; [S * tokens, H * D] in the query's dtype."""
         count, tokens = q.shape[:2]
         shape = (count, tokens, self.kv_heads, self.heads // self.kv_heads, self.head_dim)
-        q_SKRD = q.float().mul(self.head_dim**-0.5).view(shape).transpose(1, 2).flatten(2, 3)
+        q_SKRD = q.float().mul(self.scale).view(shape).transpose(1, 2).flatten(2, 3)
         rows = q_SKRD.shape[2]
         q_SKRD = F.pad(q_SKRD, (0, 0, 0, round_up(rows, ROWS if self.invariant else FAST_ROWS) - rows))
         scores_SKRT = torch.matmul(q_SKRD, k_SKTD.float().transpose(2, 3)).add_(mask)
@@ -322,6 +315,29 @@ class Attention(nn.Module):
         out_SKRD = (weighted_in_order if self.invariant else torch.matmul)(weights_SKRT, v_SKTD.float())
         out = out_SKRD[:, :, :rows].unflatten(2, (tokens, -1)).transpose(1, 2)
         return out.reshape(count * tokens, -1).to(q.dtype)
+
+
+class Attention(CachedAttention):
+    """Grouped-query attention: several query heads read one head of keys and values."""
+
+    def __init__(self, config: ModelConfig, layer: int, *, invariant: bool) -> None:
+        super().__init__(config, layer, invariant=invariant)
+        self.q_proj = Linear(config.hidden, config.heads * config.head_dim, bias=config.qkv_bias, invariant=invariant)
+        self.k_proj = Linear(config.hidden, config.kv_heads * config.head_dim, bias=config.qkv_bias, invariant=invariant)
+        self.v_proj = Linear(config.hidden, config.kv_heads * config.head_dim, bias=config.qkv_bias, invariant=invariant)
+        self.o_proj = Linear(config.heads * config.head_dim, config.hidden, invariant=invariant)
+        self.q_norm = RMSNorm(config.head_dim, config.norm_eps) if config.qk_norm else None
+        self.k_norm = RMSNorm(config.head_dim, config.norm_eps) if config.qk_norm else None
+
+    def forward(self, x_NI: Tensor, turn: Turn, plan: Plan, layout: Layout, cache: PagedCache) -> Tensor:
+        n = layout.count
+        q_NHD = self.q_proj(x_NI).unflatten(-1, (self.heads, self.head_dim))
+        k_NKD = self.k_proj(x_NI).unflatten(-1, (self.kv_heads, self.head_dim))
+        v_NKD = self.v_proj(x_NI).unflatten(-1, (self.kv_heads, self.head_dim))
+        if self.q_norm is not None and self.k_norm is not None:
+            q_NHD, k_NKD = self.q_norm(q_NHD), self.k_norm(k_NKD)
+        out_NI = self.attend(turn(q_NHD)[:n], turn(k_NKD)[:n], v_NKD[:n], plan, layout, cache)
+        return self.o_proj(pad_rows(out_NI, x_NI.shape[0]))
 
 
 def weighted_in_order(weights_SKRT: Tensor, v_SKTD: Tensor) -> Tensor:

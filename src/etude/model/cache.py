@@ -1,4 +1,4 @@
-"""Which token is where: the plan of one forward, and the paged cache of keys and values.
+"""Which token is where: the plan of one forward, and the paged cache of keys and values, or of latents.
 
     N  new tokens of this forward, all sequences in one flat list     S  sequences in this forward
     B  blocks in the longest block table                              P  token slots in a block
@@ -72,6 +72,8 @@ def blocks_for(lengths: Sequence[int], block_size: int = 16) -> int:
 class PagedCache:
     """Keys and values of all layers in blocks. In place for the engine; `functional=True` for the trainer.
 
+    Latent attention keeps one tensor a layer, in keys_L, that its queries read as both; values_L is empty then.
+
     keys_L[l] and values_L[l] are [H, num_blocks, P, D]: a head's block is contiguous, so a gather by block table lands
     in the [S, H, B * P, D] that a batched matmul wants, without a second copy. Functional: `write` replaces the tensor
     of its layer instead of changing it, so gradients flow to every key and value, through several forwards too.
@@ -90,19 +92,25 @@ class PagedCache:
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.functional = functional
-        shape = (config.kv_heads, num_blocks, block_size, config.head_dim)
+        shape = (config.cache_heads, num_blocks, block_size, config.cache_width)
         # Zeros, not empty: a masked slot has weight 0, and 0 times an uninitialised NaN would still be NaN.
         self.keys_L = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(config.layers)]
-        self.values_L = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(config.layers)]
+        own_values = config.layers if config.cache_tensors == 2 else 0
+        self.values_L = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(own_values)]
         self._scratch: dict[str, Tensor] = {}
 
     @property
     def size_bytes(self) -> int:
         return sum(t.numel() * t.element_size() for t in self.keys_L + self.values_L)
 
-    def write(self, layer: int, k_NHD: Tensor, v_NHD: Tensor, slots_N: Tensor) -> tuple[Tensor, Tensor]:
-        """Store keys and values, and return all blocks of the layer with them in. In place unless functional."""
+    def write(self, layer: int, k_NHD: Tensor, v_NHD: Tensor | None, slots_N: Tensor) -> tuple[Tensor, Tensor]:
+        """Store keys and values, and return all blocks of the layer with them in. In place unless functional.
+
+        Without values the keys are latents, and returned as both.
+        """
         self._write(self.keys_L, layer, k_NHD, slots_N)
+        if v_NHD is None:
+            return self.keys_L[layer], self.keys_L[layer]
         self._write(self.values_L, layer, v_NHD, slots_N)
         return self.keys_L[layer], self.values_L[layer]
 

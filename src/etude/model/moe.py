@@ -1,12 +1,15 @@
-"""Mixture of experts: a softmax router that returns and replays its choices, and experts stored stacked.
+"""Mixture of experts: a router that returns and replays its choices, and experts stored stacked.
 
     N  tokens     I  hidden width (in)     E  experts     K  experts per token
-    A  assignments, N * K                  C  rows of the fullest expert
+    A  assignments, N * K                  C  rows of the fullest expert      G  groups of experts
 
 Choices: the K largest router logits, ties to the lower expert, best first; the order is part of a route, since it is
 the order in which outputs are added. Replay (facts M29): the recorded experts are used, their gates are recomputed
 from this router, so gradients reach it; a row marked absent keeps the router's own choice. With `norm_topk` the gates
 are renormalised over the experts used, recorded or not.
+
+Sigmoid routers (DeepSeek-V3, arXiv 2412.19437): the gates are sigmoids. The choice is made by gate plus a bias that has no
+gradient, among the groups of experts whose two best sum highest.
 
 Experts: assignments are laid out by expert in one buffer and each expert multiplies its rows. Small batches pad every
 expert to the fullest one and take a batched matmul over all experts; others loop over the experts that have tokens.
@@ -17,6 +20,7 @@ ones have the same bits there, measured in both dtypes).
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -33,6 +37,10 @@ BATCHED_ROWS = 1024
 """Assignments from which the loop is taken: its calls cost nothing against its rows, and it pads none."""
 
 
+SMALLEST = 1e-20
+"""Added to a sum of gates before it divides."""
+
+
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Routing:
     """What a layer's router did, padding rows included."""
@@ -43,24 +51,64 @@ class Routing:
 
 
 class Router(nn.Module):
-    """Softmax over all experts in float32, then the K best."""
+    """Softmax or sigmoid over all experts in float32, then the K best."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(config.experts, config.hidden))
         self.per_token = config.experts_per_token
-        self.normalise = config.norm_topk
+        self.normalise, self.scale = config.norm_topk, config.route_scale
+        self.groups, self.groups_kept = config.route_groups, config.route_groups_kept
+        if config.sigmoid_router:
+            self.e_score_correction_bias = nn.Parameter(torch.empty(config.experts, dtype=torch.float32), requires_grad=False)
+        self.sigmoid = config.sigmoid_router
 
     def forward(self, x_NI: Tensor, replay_NK: Tensor | None) -> Routing:
         logits_NE = F.linear(x_NI.float(), self.weight.float())
-        experts_NK = torch.sort(logits_NE.detach(), dim=-1, descending=True, stable=True).indices[:, : self.per_token]
-        if replay_NK is not None:
-            experts_NK = torch.where(replay_NK < 0, experts_NK, replay_NK)
+        if self.sigmoid:
+            return self._sigmoid(logits_NE.sigmoid(), replay_NK)
+        experts_NK = self._chosen(logits_NE.detach(), replay_NK)
         probs_NE = logits_NE.softmax(-1)
         gates_NK = probs_NE.gather(1, experts_NK)
         if self.normalise:
             gates_NK = gates_NK / gates_NK.sum(-1, keepdim=True)
         return Routing(experts_NK=experts_NK, gates_NK=gates_NK, probs_NE=probs_NE)
+
+    def _sigmoid(self, scores_NE: Tensor, replay_NK: Tensor | None) -> Routing:
+        """Shares of the summed scores stand for probabilities in the load-balancing loss."""
+        experts_NK = self._chosen(self._in_best_groups(scores_NE.detach() + self.e_score_correction_bias.float()), replay_NK)
+        gates_NK = scores_NE.gather(1, experts_NK)
+        if self.normalise:
+            gates_NK = gates_NK / (gates_NK.sum(-1, keepdim=True) + SMALLEST)
+        return Routing(experts_NK=experts_NK, gates_NK=gates_NK * self.scale, probs_NE=scores_NE / scores_NE.sum(-1, keepdim=True))
+
+    def _chosen(self, order_NE: Tensor, replay_NK: Tensor | None) -> Tensor:
+        experts_NK = best(order_NE, self.per_token)
+        return experts_NK if replay_NK is None else torch.where(replay_NK < 0, experts_NK, replay_NK)
+
+    def _in_best_groups(self, order_NE: Tensor) -> Tensor:
+        """The order with experts of other groups behind all that may be chosen."""
+        if self.groups == 1:
+            return order_NE
+        order_NGE = order_NE.unflatten(1, (self.groups, -1))
+        kept_NG = best(order_NGE.topk(2, -1).values.sum(-1), self.groups_kept)
+        hidden_NG = torch.ones(order_NGE.shape[:2], dtype=torch.bool, device=order_NE.device).scatter_(1, kept_NG, False)
+        return order_NGE.masked_fill(hidden_NG.unsqueeze(-1), -torch.inf).flatten(1)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Router:
+        """Moves as any module does, but the bias keeps its type: see `transformer.KEPT`."""
+        before = self.e_score_correction_bias.detach() if self.sigmoid else None  # moving swaps what is behind the parameter
+        super()._apply(fn, recurse)
+        if before is not None and self.e_score_correction_bias.dtype != before.dtype:
+            device = self.weight.device
+            moved = torch.empty_like(before, device=device) if before.is_meta else before.to(device)
+            self.e_score_correction_bias = nn.Parameter(moved, requires_grad=False)
+        return self
+
+
+def best(order_NE: Tensor, count: int) -> Tensor:
+    """The largest of each row, best first, ties to the lower index."""
+    return torch.sort(order_NE, dim=-1, descending=True, stable=True).indices[:, :count]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -139,14 +187,15 @@ class Experts(nn.Module):
 
 
 class MoE(nn.Module):
-    """Routed experts plus the shared one every token passes."""
+    """Routed experts plus, where there is one, the shared expert every token passes."""
 
     def __init__(self, config: ModelConfig, *, invariant: bool) -> None:
         super().__init__()
         self.gate = Router(config)
         self.experts = Experts(config, invariant=invariant)
-        self.shared_expert = MLP(config.hidden, config.shared_intermediate, invariant=invariant)
-        self.shared_expert_gate = Linear(config.hidden, 1, invariant=invariant)
+        shared = config.shared_intermediate
+        self.shared_expert = MLP(config.hidden, shared, invariant=invariant) if shared else None
+        self.shared_expert_gate = Linear(config.hidden, 1, invariant=invariant) if config.shared_gate else None
         self.count = config.experts
         self.invariant = invariant
 
@@ -154,10 +203,16 @@ class MoE(nn.Module):
         routing = self.gate(x_NI, replay_NK)
         dispatch = Dispatch.of(routing.experts_NK, self.count, invariant=self.invariant)
         outputs_NKI = self.experts(x_NI, dispatch).unflatten(0, routing.experts_NK.shape)
-        total_NI = self.shared_expert(x_NI) * sigmoid_column(self.shared_expert_gate.float32(x_NI))
+        total_NI = self._shared(x_NI)
         for output_NI, gate_N in zip(outputs_NKI.unbind(1), routing.gates_NK.unbind(1), strict=True):
             total_NI = total_NI + output_NI * gate_N.unsqueeze(1)
         return total_NI.to(x_NI.dtype), routing
+
+    def _shared(self, x_NI: Tensor) -> Tensor:
+        if self.shared_expert is None:
+            return torch.zeros_like(x_NI, dtype=torch.float32)
+        out_NI: Tensor = self.shared_expert(x_NI)
+        return out_NI if self.shared_expert_gate is None else out_NI * sigmoid_column(self.shared_expert_gate.float32(x_NI))
 
 
 def balance(probs_LNE: Tensor, experts_LNK: Tensor) -> tuple[Tensor, Tensor]:

@@ -1,9 +1,10 @@
 """The slow twin of the decoder: one sequence at a time, whole attention matrices, every expert on every token, no cache.
+Latent attention expands its keys and values here.
 
     T  tokens     H  heads     D  head dimension     E  experts     K  experts per token
 
-It reads the weights of a `Decoder` and shares none of its code paths: tests compare logits and gradients. Written to be
-checked by eye against the papers, not to be fast.
+It reads the weights of a `Decoder` and shares none of its code paths but the rotary frequencies, which are held against
+`transformers`: tests compare logits and gradients. Written to be checked by eye against the papers, not to be fast.
 """
 
 from __future__ import annotations
@@ -11,6 +12,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from etude.model.latent import NORM_EPS
+from etude.model.rope import frequencies
 from etude.model.transformer import Decoder
 
 
@@ -20,45 +23,72 @@ def reference_logits(model: Decoder, ids_T: Tensor, routes_TLK: Tensor | None = 
     x = weights["embed_tokens.weight"][ids_T]
     for layer in range(model.config.layers):
         w = {name.removeprefix(f"layers.{layer}."): p for name, p in weights.items() if name.startswith(f"layers.{layer}.")}
-        x = x + _attention(model, w, _norm(model, x, w["input_layernorm.weight"]))
+        attention = _latent_attention if model.config.latent else _attention
+        x = x + attention(model, w, _norm(model, x, w["input_layernorm.weight"]))
         h = _norm(model, x, w["post_attention_layernorm.weight"])
-        routes = None if routes_TLK is None else routes_TLK[:, layer].long()
-        x = x + (_moe(model, w, h, routes) if model.config.moe else _mlp(h, w, "mlp."))
+        at = layer - model.config.dense_layers
+        routes = None if routes_TLK is None or at < 0 else routes_TLK[:, at].long()
+        x = x + (_moe(model, w, h, routes) if model.config.moe and at >= 0 else _mlp(h, w, "mlp."))
     x = _norm(model, x, weights["norm.weight"])
     head = weights["embed_tokens.weight"] if model.config.tie_embeddings else weights["lm_head.weight"]
     return (x @ head.T).float()
 
 
-def _norm(model: Decoder, x: Tensor, weight: Tensor) -> Tensor:
+def _norm(model: Decoder, x: Tensor, weight: Tensor, eps: float | None = None) -> Tensor:
     x32 = x.float()
-    return (x32 / (x32.pow(2).mean(-1, keepdim=True) + model.config.norm_eps).sqrt()).to(x.dtype) * weight
+    return (x32 / (x32.pow(2).mean(-1, keepdim=True) + (eps or model.config.norm_eps)).sqrt()).to(x.dtype) * weight
 
 
 def _rotate(model: Decoder, x_THD: Tensor) -> Tensor:
-    """Each pair (i, i + D/2) of a head turned by position * theta^(-2i/D), written as a complex product."""
+    """Each pair (i, i + D/2) of a head turned by position times the frequency of i, written as a complex product."""
     length, _, dim = x_THD.shape
-    inverse = 1.0 / model.config.rope_theta ** (torch.arange(0, dim, 2, dtype=torch.float32) / dim)
-    angles = torch.outer(torch.arange(length, dtype=torch.float32), inverse)
-    turn = torch.polar(torch.ones_like(angles), angles).unsqueeze(1)
+    scaling = model.config.rope_scaling
+    angles = torch.outer(torch.arange(length, dtype=torch.float32), frequencies(dim, model.config.rope_theta, scaling))
+    turn = torch.polar(torch.full_like(angles, scaling.amplitude if scaling else 1.0), angles).unsqueeze(1)
     first, second = x_THD.float().chunk(2, -1)
     turned = torch.complex(first, second) * turn
     return torch.cat((turned.real, turned.imag), -1).to(x_THD.dtype)
 
 
 def _attention(model: Decoder, w: dict[str, Tensor], x: Tensor) -> Tensor:
-    config, length = model.config, x.shape[0]
+    config = model.config
 
     def project(name: str, heads: int) -> Tensor:
-        y = x @ w[f"self_attn.{name}.weight"].T + w.get(f"self_attn.{name}.bias", 0)
-        return y.view(length, heads, config.head_dim)
+        y = x @ w[f"self_attn.{name}_proj.weight"].T + w.get(f"self_attn.{name}_proj.bias", 0)
+        y = y.view(len(x), heads, config.head_dim)
+        return _norm(model, y, w[f"self_attn.{name}_norm.weight"]) if config.qk_norm and name != "v" else y
 
-    q = _rotate(model, project("q_proj", config.heads)).float()
-    k = _rotate(model, project("k_proj", config.kv_heads)).float().repeat_interleave(config.group, 1)
-    v = project("v_proj", config.kv_heads).float().repeat_interleave(config.group, 1)
-    scores = torch.einsum("thd,shd->hts", q, k) / config.head_dim**0.5
+    q = _rotate(model, project("q", config.heads))
+    k = _rotate(model, project("k", config.kv_heads)).repeat_interleave(config.group, 1)
+    v = project("v", config.kv_heads).repeat_interleave(config.group, 1)
+    return _attend(q, k, v, config.attention_scale) @ w["self_attn.o_proj.weight"].T
+
+
+def _latent_attention(model: Decoder, w: dict[str, Tensor], x: Tensor) -> Tensor:
+    config, shape = model.config, model.config.latent
+    assert shape is not None
+
+    def project(name: str, y: Tensor) -> Tensor:
+        return y @ w[f"self_attn.{name}.weight"].T
+
+    def positioned(y_THR: Tensor) -> Tensor:
+        return _rotate(model, torch.cat((y_THR[..., 0::2], y_THR[..., 1::2]), -1) if shape.interleaved else y_THR)
+
+    narrow = _norm(model, project("q_a_proj", x), w["self_attn.q_a_layernorm.weight"], NORM_EPS) if shape.q_rank else x
+    q = project("q_b_proj" if shape.q_rank else "q_proj", narrow).view(len(x), config.heads, config.head_dim)
+    latent, k_rope = project("kv_a_proj_with_mqa", x).split([shape.kv_rank, shape.rope_dim], -1)
+    latent = _norm(model, latent, w["self_attn.kv_a_layernorm.weight"], NORM_EPS)
+    k_plain, v = project("kv_b_proj", latent).view(len(x), config.heads, -1).split([shape.nope_dim, shape.value_dim], -1)
+    k = torch.cat((k_plain, positioned(k_rope.unsqueeze(1)).expand(-1, config.heads, -1)), -1)
+    q = torch.cat((q[..., : shape.nope_dim], positioned(q[..., shape.nope_dim :])), -1)
+    return _attend(q, k, v, config.attention_scale) @ w["self_attn.o_proj.weight"].T
+
+
+def _attend(q_THD: Tensor, k_THD: Tensor, v_THD: Tensor, scale: float) -> Tensor:
+    length = len(q_THD)
+    scores = torch.einsum("thd,shd->hts", q_THD.float(), k_THD.float()) * scale
     scores = scores.masked_fill(torch.ones(length, length).triu(1).bool(), float("-inf"))
-    out = torch.einsum("hts,shd->thd", scores.softmax(-1), v).to(x.dtype)
-    return out.reshape(length, -1) @ w["self_attn.o_proj.weight"].T
+    return torch.einsum("hts,shd->thd", scores.softmax(-1), v_THD.float()).to(q_THD.dtype).reshape(length, -1)
 
 
 def _mlp(x: Tensor, w: dict[str, Tensor], prefix: str) -> Tensor:
@@ -68,14 +98,32 @@ def _mlp(x: Tensor, w: dict[str, Tensor], prefix: str) -> Tensor:
 
 def _moe(model: Decoder, w: dict[str, Tensor], x: Tensor, routes_TK: Tensor | None) -> Tensor:
     config = model.config
-    probs_TE = (x.float() @ w["mlp.gate.weight"].float().T).softmax(-1)
-    chosen_TK = probs_TE.topk(config.experts_per_token, -1).indices if routes_TK is None else routes_TK
+    logits_TE = x.float() @ w["mlp.gate.weight"].float().T
+    probs_TE = logits_TE.sigmoid() if config.sigmoid_router else logits_TE.softmax(-1)
+    chosen_TK = _choice(model, w, probs_TE) if routes_TK is None else routes_TK
     used_TE = torch.zeros_like(probs_TE).scatter(1, chosen_TK, 1.0)
     gates_TE = probs_TE * used_TE
     if config.norm_topk:
         gates_TE = gates_TE / gates_TE.sum(-1, keepdim=True)
-    shared = _mlp(x, w, "mlp.shared_expert.") * torch.sigmoid(x.float() @ w["mlp.shared_expert_gate.weight"].float().T)
+    total = _mlp(x, w, "mlp.shared_expert.") if config.shared_intermediate else torch.zeros_like(x)
+    if config.shared_gate:
+        total = total * torch.sigmoid(x.float() @ w["mlp.shared_expert_gate.weight"].float().T)
     for e in range(config.experts):
         expert = {f"{n}_proj.weight": w[f"mlp.experts.{n}_proj"][e] for n in ("gate", "up", "down")}
-        shared = shared + gates_TE[:, e : e + 1] * _mlp(x, expert, "")
-    return shared.to(x.dtype)
+        total = total + config.route_scale * gates_TE[:, e : e + 1] * _mlp(x, expert, "")
+    return total.to(x.dtype)
+
+
+def _choice(model: Decoder, w: dict[str, Tensor], probs_TE: Tensor) -> Tensor:
+    """One token at a time, in words: rank the groups by their two best, then the experts of the groups that are left."""
+    config = model.config
+    if not config.sigmoid_router:
+        return probs_TE.topk(config.experts_per_token, -1).indices
+    order_TE = probs_TE.detach() + w["mlp.gate.e_score_correction_bias"].float()
+    each, rows = config.experts // config.route_groups, []
+    for order in order_TE.tolist():
+        groups = [range(g * each, (g + 1) * each) for g in range(config.route_groups)]
+        groups.sort(key=lambda group: -sum(sorted(order[e] for e in group)[-2:]))
+        allowed = [e for group in groups[: config.route_groups_kept] for e in group]
+        rows.append(sorted(allowed, key=lambda e: (-order[e], e))[: config.experts_per_token])
+    return torch.tensor(rows)

@@ -1,7 +1,7 @@
 """The decoder: one definition for trainer and engine.
 
     N  tokens of this forward, all sequences in one flat list     I  hidden width     V  vocabulary
-    L  layers     K  experts per token     E  experts             M  rows whose logits are wanted
+    L  layers with experts     K  experts per token     E  experts             M  rows whose logits are wanted
 
     plan  = Plan.packed([len(a), len(b)])
     cache = PagedCache(model.config, blocks_for([len(a), len(b)]), functional=True)
@@ -26,12 +26,21 @@ from etude.errors import UserError
 from etude.model.attention import Attention, Layout
 from etude.model.cache import PagedCache, Plan
 from etude.model.config import ModelConfig, Numerics
+from etude.model.latent import LatentAttention
 from etude.model.linear import MLP, Linear, RMSNorm, matmul, pad_rows, padded_rows
 from etude.model.moe import MoE, Routing, balance
 from etude.model.rope import Rope, Turn
 from etude.records import seed_for
 
 INIT_STD = 0.02
+KEPT = ("e_score_correction_bias",)
+"""Ends of names of parameters that keep the type they have on disk, in memory, on the wire and when saved: rounding this one
+to bfloat16 would move experts past each other (its spread is a few per cent of its size). They get no gradient either."""
+
+
+def rounded(name: str, tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """The tensor in this type, unless its name says that it keeps its own."""
+    return tensor if name.endswith(KEPT) else tensor.to(dtype)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -52,9 +61,11 @@ class Block(nn.Module):
     def __init__(self, config: ModelConfig, layer: int, *, invariant: bool) -> None:
         super().__init__()
         self.input_layernorm = RMSNorm(config.hidden, config.norm_eps)
-        self.self_attn = Attention(config, layer, invariant=invariant)
+        attention = LatentAttention if config.latent else Attention
+        self.self_attn = attention(config, layer, invariant=invariant)
         self.post_attention_layernorm = RMSNorm(config.hidden, config.norm_eps)
-        self.mlp = MoE(config, invariant=invariant) if config.moe else MLP(config.hidden, config.intermediate, invariant=invariant)
+        routed = config.moe and layer >= config.dense_layers
+        self.mlp = MoE(config, invariant=invariant) if routed else MLP(config.hidden, config.intermediate, invariant=invariant)
 
     def forward(
         self, x_NI: Tensor, turn: Turn, plan: Plan, layout: Layout, cache: PagedCache, replay_NK: Tensor | None
@@ -68,8 +79,8 @@ class Block(nn.Module):
 
 
 class Decoder(nn.Module):
-    """A Llama-family or Qwen2-MoE decoder. Parameter names are those of the checkpoint, less its `model.` prefix;
-    the experts of a layer are stacked in one tensor per projection."""
+    """A decoder of any family. Parameter names are those of the checkpoint, less its `model.` prefix; the experts of a
+    layer are stacked in one tensor per projection, and the shared ones are one expert."""
 
     def __init__(self, config: ModelConfig, *, numerics: Numerics = "fast") -> None:
         super().__init__()
@@ -80,7 +91,7 @@ class Decoder(nn.Module):
         self.layers = nn.ModuleList(Block(config, layer, invariant=invariant) for layer in range(config.layers))
         self.norm = RMSNorm(config.hidden, config.norm_eps)
         self.lm_head = None if config.tie_embeddings else Linear(config.hidden, config.vocab_size, invariant=invariant)
-        self._rope = Rope(config.head_dim, config.rope_theta)
+        self._rope = Rope(config.rope_dim, config.rope_theta, config.rope_scaling)
         if not self.norm.weight.is_meta:
             self.init_weights(0)
 
@@ -103,8 +114,10 @@ class Decoder(nn.Module):
         x_NI = self.embed_tokens(pad_rows(ids_N, rows))
         routings = []
         for layer, block in enumerate(self.layers):
-            x_NI, routing = block(x_NI, turn, plan, layout, cache, None if replay_LNK is None else replay_LNK[layer])
-            routings.append(routing)
+            at = layer - self.config.dense_layers
+            x_NI, routing = block(x_NI, turn, plan, layout, cache, None if replay_LNK is None or at < 0 else replay_LNK[at])
+            if routing is not None:
+                routings.append(routing)
         hidden_ND = self.norm(x_NI)[:n]
         if not self.config.moe:
             return Output(hidden_ND=hidden_ND, routes_NLK=None, balance=hidden_ND.new_zeros((), dtype=torch.float32), load_LE=None)
@@ -127,7 +140,7 @@ class Decoder(nn.Module):
         """Recorded routes as int64 [L, N, K], -1 in every row that was not recorded."""
         if routes_NLK is None or not self.config.moe:
             return None
-        expected = (n, self.config.layers, self.config.experts_per_token)
+        expected = (n, self.config.moe_layers, self.config.experts_per_token)
         if tuple(routes_NLK.shape) != expected:
             raise UserError(f"recorded routes have the shape {tuple(routes_NLK.shape)}; this model and these tokens need {expected}")
         routes = routes_NLK.to(torch.int64)

@@ -2,8 +2,8 @@
 
 A tensor is read from the mapped file straight into its parameter, converted on the way: nothing is held twice. Every
 tensor of the checkpoint must be used and every parameter filled; what is missing, unexpected or of another shape is
-named. Files are written under a temporary name and renamed, so a file with its final name is whole. Saving what was
-loaded, in the same dtype, gives the same bytes.
+named. Parameters of `transformer.KEPT` keep their type both ways. Files are written under a temporary name and renamed, so
+a file with its final name is whole. Saving what was loaded, in the same dtype, gives the same bytes.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from etude.errors import CheckpointError
 from etude.model.config import ModelConfig, Numerics
 from etude.model.families import config_from_hf, family
-from etude.model.transformer import Decoder
+from etude.model.transformer import KEPT, Decoder
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -63,11 +63,11 @@ def save_model(
     names = [SINGLE] if len(shards) == 1 else [f"model-{i:05d}-of-{len(shards):05d}.safetensors" for i in range(1, len(shards) + 1)]
     for name, shard in zip(names, shards, strict=True):
         # clone: safetensors refuses tensors that share memory, as the slices of a stack do
-        tensors = {disk: part.to(dtype, copy=True) for disk, part in shard.items()}
+        tensors = {disk: part.to(_type(disk, part, dtype), copy=True) for disk, part in shard.items()}
         _replace(folder / name, lambda path, tensors=tensors: save_file(tensors, path, metadata={"format": "pt"}))
     if len(shards) > 1:
         weight_map = {disk: name for name, shard in zip(names, shards, strict=True) for disk in shard}
-        total = sum(p.numel() for p in model.parameters()) * dtype.itemsize
+        total = sum(part.numel() * _type(disk, part, dtype).itemsize for disk, part in disk_tensors(model))
         _write_json(folder / INDEX, {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))})
     for old in folder.glob("model*.safetensors*"):
         if old.name not in names and not (old.name == INDEX and len(shards) > 1):
@@ -166,7 +166,8 @@ def fill(model: Decoder, source: Source, *, dtype: torch.dtype, device: torch.de
     """Give every parameter of a meta model memory and the source's values."""
     _check_names(model, source)
     for name, parameter in list(model.named_parameters()):
-        value = torch.empty(parameter.shape, dtype=dtype, device=device)
+        kept = source.tensor(family(model.config).disk_names(name, model.config)[0]).dtype if name.endswith(KEPT) else dtype
+        value = torch.empty(parameter.shape, dtype=kept, device=device)
         for disk, part in _slices(model, name, value):
             if source.shape(disk) != tuple(part.shape):
                 found, asked = list(source.shape(disk)), list(part.shape)
@@ -185,6 +186,7 @@ def _check_names(model: Decoder, source: Source) -> None:
     """Refuse missing and unexpected tensors before anything is read."""
     shapes = {disk: list(part.shape) for disk, part in disk_tensors(model)}
     present = set(source.names())
+    present -= family(model.config).unused(present, model.config)
     missing = sorted(set(shapes) - present)
     if missing:
         more = f", and {len(missing) - 1} others" if len(missing) > 1 else ""
@@ -201,7 +203,7 @@ def _check_names(model: Decoder, source: Source) -> None:
 
 def _assign(model: nn.Module, name: str, value: Tensor) -> None:
     owner, _, leaf = name.rpartition(".")
-    setattr(model.get_submodule(owner), leaf, nn.Parameter(value))
+    setattr(model.get_submodule(owner), leaf, nn.Parameter(value, requires_grad=not leaf.endswith(KEPT)))
 
 
 # ---------------------------------------------------------------------------------------------------
@@ -218,13 +220,17 @@ def _shards(model: Decoder, dtype: torch.dtype, limit: int) -> Iterator[dict[str
     shard: dict[str, Tensor] = {}
     size = 0
     for disk, part in disk_tensors(model):
-        part_bytes = part.numel() * dtype.itemsize
+        part_bytes = part.numel() * _type(disk, part, dtype).itemsize
         if shard and size + part_bytes > limit:
             yield shard
             shard, size = {}, 0
         shard[disk] = part
         size += part_bytes
     yield shard
+
+
+def _type(disk: str, part: Tensor, dtype: torch.dtype) -> torch.dtype:
+    return part.dtype if disk.endswith(KEPT) else dtype
 
 
 def _replace(path: Path, write: Any) -> None:

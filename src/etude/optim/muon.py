@@ -43,6 +43,8 @@ class Cut:
 
 GRANULARITY: tuple[Cut, ...] = (
     Cut(pattern="*q_proj.weight", axis=0, count="heads"),
+    Cut(pattern="*q_b_proj.weight", axis=0, count="heads"),
+    Cut(pattern="*kv_b_proj.weight", axis=0, count="heads"),
     Cut(pattern="*k_proj.weight", axis=0, count="kv_heads"),
     Cut(pattern="*v_proj.weight", axis=0, count="kv_heads"),
     Cut(pattern="*o_proj.weight", axis=1, count="heads"),

@@ -13,16 +13,25 @@ TRAIN_FACTOR = 3
 
 def active_params(config: ModelConfig) -> int:
     """Parameters in matrix products for one token, the output head included, the embedding lookup not."""
-    attention = config.hidden * config.head_dim * (2 * config.heads + 2 * config.kv_heads)
-    if config.moe:
-        width = config.experts_per_token * config.expert_intermediate + config.shared_intermediate
-        block = 3 * config.hidden * width + config.hidden * config.experts
-    else:
-        block = 3 * config.hidden * config.intermediate
-    return config.layers * (attention + block) + config.hidden * config.vocab_size
+    width = config.experts_per_token * config.expert_intermediate + config.shared_intermediate
+    routed = 3 * config.hidden * width + config.hidden * config.experts
+    dense = 3 * config.hidden * config.intermediate
+    blocks = config.moe_layers * routed + (config.layers - config.moe_layers) * dense
+    return config.layers * _attention_params(config) + blocks + config.hidden * config.vocab_size
+
+
+def _attention_params(config: ModelConfig) -> int:
+    """Of one layer. The matrices that latent attention absorbs are passed by a token's query and output, once each."""
+    if config.latent is None:
+        return config.hidden * config.head_dim * (2 * config.heads + 2 * config.kv_heads)
+    shape = config.latent
+    queries = config.heads * config.head_dim
+    query = shape.q_rank * (config.hidden + queries) if shape.q_rank else config.hidden * queries
+    absorbed = shape.kv_rank * config.heads * (shape.nope_dim + shape.value_dim)
+    return query + config.hidden * config.cache_width + absorbed + config.heads * shape.value_dim * config.hidden
 
 
 def forward_flops(config: ModelConfig, length: int) -> float:
     """One forward over one sequence: linear in its length, plus causal attention's quadratic term."""
-    attention = 2 * config.layers * config.heads * config.head_dim * length * length
+    attention = 2 * config.layers * config.heads * config.cache_width * length * length
     return 2.0 * active_params(config) * length + attention

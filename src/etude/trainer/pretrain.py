@@ -31,7 +31,8 @@ from torch import Tensor
 
 from etude.config import resolved
 from etude.errors import CheckpointError, UserError
-from etude.model.transformer import Decoder
+from etude.model.config import ModelConfig
+from etude.model.transformer import Decoder, rounded
 from etude.model.weights import from_config, load_model
 from etude.optim.build import Optimizer, build_optimizer, clip_gradients
 from etude.optim.schedules import factor
@@ -48,6 +49,15 @@ from etude.trainer.ranks import Ranks, crew
 Progress = Callable[[dict[str, Any]], None]
 KEEP = 2
 """Checkpoints kept; older ones are removed after a newer one was committed."""
+NEWER: dict[str, Any] = {
+    "rope_scaling": None,
+    "latent": None,
+    "dense_layers": 0,
+    "route_groups": 1,
+    "route_groups_kept": 1,
+    "route_scale": 1.0,
+}
+"""Fields of ModelConfig that are younger than checkpoints in use, with the values that say nothing: so those still resume."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -217,7 +227,7 @@ class _Run:
             if scores.load_LE is not None:
                 load_LE = scores.load_LE if load_LE is None else load_LE + scores.load_LE
         if load_LE is None and self.model.config.moe:
-            load_LE = torch.zeros(self.model.config.layers, self.model.config.experts, dtype=torch.int64, device=device)
+            load_LE = torch.zeros(self.model.config.moe_layers, self.model.config.experts, dtype=torch.int64, device=device)
         if self.ranks.count > 1:
             for p in self.params.values():
                 p.grad = torch.zeros_like(p) if p.grad is None else p.grad
@@ -276,6 +286,7 @@ class _Run:
         plain["phases"] = plain["phases"][: index + 1]
         for name in ("stop_tokens", "save_every", "device", "tokenizer", "licence", "save_dtype", "base", "held_out"):
             plain.pop(name)
+        plain["model"] = hashed_model(self.config.model)
         for phase in plain["phases"]:
             phase["data"] = self.data_hashes[phase["data"]]
         return content_hash(plain, self.start_hash, self.held_out_hash)
@@ -287,7 +298,7 @@ class _Run:
         if self.saved == self.step:
             return final
         self.saved = self.step
-        weights = weights_hash({n: p.detach().to(dtype) for n, p in self.params.items()})
+        weights = weights_hash({n: rounded(n, p.detach(), dtype) for n, p in self.params.items()})
         self.ranks.agree(weights)
         if self.ranks.rank:
             return final
@@ -344,6 +355,13 @@ class _Run:
         self.saved = state["step"]
         self.step, self.tokens, self.flops, self.phase_tokens = (state[k] for k in ("step", "tokens", "flops", "phase_tokens"))
         self.curve = tuple(Point(**p) for p in state["curve"])
+
+
+def hashed_model(model: ModelConfig | None) -> dict[str, Any] | None:
+    """The model's fields as a checkpoint's config hash counts them: those of `NEWER` only where they say something."""
+    if model is None:
+        return None
+    return {name: value for name, value in resolved(model).items() if name not in NEWER or value != NEWER[name]}
 
 
 def _starting_model(config: PretrainConfig) -> Decoder:

@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from etude.errors import CheckpointError, IntegrityError, UserError
-from etude.model.transformer import Decoder
+from etude.model.transformer import Decoder, rounded
 from etude.model.weights import load_model
 from etude.optim.build import Optimizer, build_optimizer, clip_gradients
 from etude.optim.schedules import factor
@@ -71,10 +71,10 @@ class Policy:
         """Copy the masters, rounded to the published type, into the model."""
         if not self.shared:
             for name, param in self.params.items():
-                param.copy_(self.master[name].to(self.published_dtype))
+                param.copy_(rounded(name, self.master[name], self.published_dtype))
 
     def published(self) -> dict[str, Tensor]:
-        return {n: p.detach().to(self.published_dtype) for n, p in self.params.items()}
+        return {n: rounded(n, p.detach(), self.published_dtype) for n, p in self.params.items()}
 
     def collect(self) -> None:
         """Add the model's gradients to the masters' float32 ones; after every row, so that sums do not round to bfloat16."""

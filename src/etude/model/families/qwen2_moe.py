@@ -1,7 +1,4 @@
-"""Mixtures of experts with a shared expert and a softmax router: `Qwen2MoeForCausalLM`.
-
-On disk every expert's projection is a tensor of its own; in memory a layer's experts are stacked.
-"""
+"""Mixtures of experts with a shared expert and a softmax router: `Qwen2MoeForCausalLM`."""
 
 from __future__ import annotations
 
@@ -9,9 +6,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from etude.model.config import ModelConfig
-from etude.model.families.fields import common_from_hf, common_to_hf, plain_name, refuse, required
+from etude.model.families.experts import expert_names
+from etude.model.families.fields import common_from_hf, common_to_hf, no_unused, refuse, required
 
-STACKED = ".mlp.experts."
+disk_names, unused = expert_names, no_unused
 
 
 def from_hf(data: Mapping[str, Any]) -> ModelConfig:
@@ -22,7 +20,7 @@ def from_hf(data: Mapping[str, Any]) -> ModelConfig:
         family="qwen2_moe",
         qkv_bias=bool(data.get("qkv_bias", True)),
         intermediate=int(data.get("intermediate_size") or 0),
-        experts=required(data, "num_experts"),
+        experts=required(data, "num_experts", "num_local_experts"),
         experts_per_token=required(data, "num_experts_per_tok"),
         expert_intermediate=required(data, "moe_intermediate_size"),
         shared_intermediate=required(data, "shared_expert_intermediate_size"),
@@ -49,10 +47,3 @@ def to_hf(config: ModelConfig) -> dict[str, Any]:
         "mlp_only_layers": [],
         "use_sliding_window": False,
     }
-
-
-def disk_names(name: str, config: ModelConfig) -> list[str]:
-    if STACKED not in name:
-        return [plain_name(name)]
-    layer, projection = name.split(STACKED)
-    return [f"model.{layer}{STACKED}{expert}.{projection}.weight" for expert in range(config.experts)]
