@@ -151,13 +151,19 @@ def make_engine(
         )
     current = version or Version(lineage=0, ordinal=0, hash=found)
 
+    @torch.no_grad()
+    def serve() -> None:
+        """Compute with the published weights: what the version's hash is over is what samples, from the first token on."""
+        for name, tensor in wire.items():
+            params[name].copy_(tensor)
+
+    serve()
+
     def apply(state: dict[str, torch.Tensor], manifest: Any, source: str) -> Version:
         """Advance the published weights, then the ones computed with."""
         nonlocal current
         current = Receiver(wire, source, version=current).advance(manifest)
-        with torch.no_grad():
-            for name, tensor in wire.items():
-                params[name].copy_(tensor)
+        serve()
         return current
 
     return NativeEngine(model, version=current, config=engine, apply=apply)
