@@ -64,11 +64,8 @@ def _located(config: PretrainConfig, corpus: Path) -> PretrainConfig:
 def _train(config: PretrainConfig, folder: Path, threads: int, console: Console) -> PretrainResult:
     import torch
 
-    from etude.model.shelf import model_folder
     from etude.trainer.pretrain import pretrain
 
-    if config.base:
-        config = dataclasses.replace(config, base=str(model_folder(config.base)))
     torch.set_num_threads(threads)
 
     def line(at: dict[str, Any]) -> None:
