@@ -198,6 +198,8 @@ def test_it_answers_a_user(folder, capsys):
     out = capsys.readouterr().out
     assert "The capital of France is Paris." in out
     assert "<|" not in out
+    assert launch.generate(model=str(folder), prompt="Count to a hundred.", temperature=0.0, max_tokens=3) == 0
+    assert capsys.readouterr().err == "(cut at 3 tokens; --max-tokens gives more)\n"
 
 
 def test_the_folder_says_where_it_is_from(folder):

@@ -325,7 +325,8 @@ def add(
             same = there.get("source_hash") == origin.hash if origin.hash else there.get("source") == origin.label
             if same and there.get("rounded_to", "") == origin.dtype:
                 return describe(name), False
-            found = there.get("source") or "an unknown source"
+            kind = f" as {there['rounded_to']}" if there.get("rounded_to") else ""
+            found = f"{there.get('source') or 'an unknown source'}{kind}"
             raise UserError(f"the model {name!r} exists, made from {found}; give another --name, or --force to replace it")
         _write(origin, name, target, progress)
     return describe(name), True
