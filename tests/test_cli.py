@@ -35,7 +35,16 @@ EXAMPLES = {
         ["heldout", "n=10", "--model", "nano", "--out", "d", "--json"],
         {"suite": "heldout", "model": "nano", "out": Path("d"), "json": True, "overrides": ["n=10"]},
     ),
-    "generate": (["hi", "--seed", "2"], {"prompt": "hi", "model": "nano", "max_tokens": 256, "temperature": 1.0, "seed": 2}),
+    "generate": (
+        ["hi", "--seed", "2"],
+        {"prompt": "hi", "model": "nano", "max_tokens": 512, "temperature": 0.2, "top_p": 0.9, "seed": 2},
+    ),
+    "model add": (
+        ["smollm2-135m", "--dtype", "float32", "--force"],
+        {"source": "smollm2-135m", "name": None, "dtype": "float32", "force": True, "json": False},
+    ),
+    "model ls": (["--json"], {"json": True}),
+    "model rm": (["mine"], {"name": "mine", "json": False}),
     "doctor": (["--json"], {"json": True}),
     "bench": (["house", "--quick"], {"name": "house", "device": "cpu", "quick": True, "write": False}),
     "test": (["--all", "-k", "x"], {}),

@@ -13,8 +13,9 @@ from etude.agent.loop import AgentConfig, run_agent
 from etude.fakes import memory_sandbox
 from etude.inference.config import EngineConfig
 from etude.model.cache import PagedCache, Plan, blocks_for
+from etude.model.shelf import PACKAGED
 from etude.model.weights import load_model
-from etude.parts import PACKAGED, make_engine
+from etude.parts import make_engine
 from etude.records import Sampling
 from etude.sync.chain import weights_hash
 from etude.tasks.source import make_task

@@ -12,12 +12,15 @@ the function returns an exit status or None:
     etude.launch:check(*, run)
     etude.launch:tasks_make(*, sources, out, count, seed, json)
     etude.launch:tasks_check(*, folder, json)
-    etude.launch:generate(*, model, prompt, max_tokens, temperature, seed)
+    etude.launch:generate(*, model, prompt, max_tokens, temperature, top_p, seed)
+    etude.launch:model_add(*, source, name, dtype, force, json)
+    etude.launch:model_ls(*, json)
+    etude.launch:model_rm(*, name, json)
     etude.doctor:main(*, json)
     etude.bench:main(*, name, device, quick, write)
 
-Types: recipe, resume, name, suite, model, prompt, run, device: str (or None where optional); out, folder: Path;
-overrides, sources: tuple of str; seed, count, max_tokens: int; temperature: float; json, quick, write: bool.
+Types: recipe, resume, name, suite, model, prompt, run, device, source, dtype: str (or None where optional); out, folder: Path;
+overrides, sources: tuple of str; seed, count, max_tokens: int; temperature, top_p: float; json, quick, write, force: bool.
 
 Exit status: 0 done, 1 etude failed, 2 the caller can fix it (`error: message` on stderr), 130 interrupted.
 ETUDE_TRACEBACK=1 shows where an error came from.
@@ -114,7 +117,7 @@ def _recipe_arguments(words: argparse.Namespace) -> dict[str, object]:
 def _eval(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("suite", metavar="SUITE", help="name of a suite, or a task folder")
     _overrides(parser)
-    parser.add_argument("--model", required=True, help="model folder, or `nano` for the shipped one")
+    parser.add_argument("--model", required=True, help="a name that `etude model ls` shows, or a model folder")
     parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="folder for the trajectories and the scores")
     _json(parser)
 
@@ -138,10 +141,24 @@ def _tasks_check(parser: argparse.ArgumentParser) -> None:
 
 def _generate(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("prompt", metavar="PROMPT", help="what to say to the model")
-    parser.add_argument("--model", default="nano", help="model folder, or `nano` for the shipped one (default)")
-    parser.add_argument("--max-tokens", type=_positive, default=256)
-    parser.add_argument("--temperature", type=float, default=1.0)
+    parser.add_argument("--model", default="nano", help="a name that `etude model ls` shows, or a model folder (default nano)")
+    parser.add_argument("--max-tokens", type=_positive, default=512, help="longest answer (default 512)")
+    parser.add_argument("--temperature", type=float, default=0.2, help="0 always takes the likeliest token (default 0.2)")
+    parser.add_argument("--top-p", type=float, default=0.9, help="sample from the likeliest tokens of this share (default 0.9)")
     parser.add_argument("--seed", type=_seed, default=0)
+
+
+def _model_add(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("source", metavar="SOURCE", help="smollm2-135m, hf:OWNER/NAME[@REVISION], a Hugging Face folder, or a GGUF file")
+    parser.add_argument("--name", help="what to call it (a folder or a file needs this)")
+    parser.add_argument("--dtype", choices=("bfloat16", "float16", "float32"), help="what a GGUF file's weights become (default bfloat16)")
+    parser.add_argument("--force", action="store_true", help="replace a model of that name")
+    _json(parser)
+
+
+def _model_rm(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("name", metavar="NAME", help="a name that `etude model ls` shows")
+    _json(parser)
 
 
 def _json(parser: argparse.ArgumentParser) -> None:
@@ -181,6 +198,11 @@ COMMANDS: dict[str, Command] = {
         JUDGE, "SUITE --model M --out DIR", "score a model on a suite, with intervals", "etude.launch:evaluate", _eval, schema="eval"
     ),
     "generate": Command(JUDGE, "PROMPT [--model M]", "one answer from a model", "etude.launch:generate", _generate),
+    "model add": Command(
+        JUDGE, "SOURCE [--name N]", "put a model on the shelf, such as smollm2-135m", "etude.launch:model_add", _model_add, schema="models"
+    ),
+    "model ls": Command(JUDGE, "", "models that have a name here", "etude.launch:model_ls", _json, schema="models"),
+    "model rm": Command(JUDGE, "NAME", "take a model off the shelf", "etude.launch:model_rm", _model_rm, schema="models"),
     "doctor": Command(HERE, "", "what this machine can and cannot do, and how to enable it", "etude.doctor:main", _json, schema="doctor"),
     "bench": Command(HERE, "NAME", "measure one claim against a named peer", "etude.bench:main", _bench),
     "test": Command(HERE, "[--all] [pytest arguments]", "run this clone's tests (--all: the long ones too)", "etude.cli:test", _nothing),

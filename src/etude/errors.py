@@ -52,11 +52,12 @@ class TaskError(UserError):
 
 
 class MissingExtra(UserError):
-    """An optional dependency is needed for what was asked."""
+    """An optional dependency is needed for what was asked. `instead` tells of another way to get it."""
 
-    def __init__(self, package: str, extra: str, purpose: str) -> None:
-        super().__init__(f"{purpose} needs the package {package!r}, which is not installed: pip install 'etude[{extra}]'")
-        self._made_from = (package, extra, purpose)
+    def __init__(self, package: str, extra: str, purpose: str, instead: str = "") -> None:
+        other = f" ({instead})" if instead else ""
+        super().__init__(f"{purpose} needs the package {package!r}, which is not installed: pip install 'etude[{extra}]'{other}")
+        self._made_from = (package, extra, purpose, instead)
 
     def __reduce__(self):
         return type(self), self._made_from

@@ -1,4 +1,4 @@
-"""What the commands do: demo, train, pretrain, eval, check, tasks, generate."""
+"""What the commands do: demo, train, pretrain, eval, check, tasks, generate, model."""
 
 from __future__ import annotations
 
@@ -22,6 +22,7 @@ from etude.evals.report import as_terminal, read_facts, write_report
 from etude.evals.suite import Suite
 from etude.evals.suite import evaluate as run_suite
 from etude.loop import run as run_loop
+from etude.model import shelf
 from etude.parts import Run, RunConfig, model_folder, new_run_folder, read_run_config, revisions
 from etude.records import Graded, Task
 from etude.rollout import checkpoint
@@ -347,12 +348,12 @@ def _validated(tasks: Sequence[Task]) -> tuple[list[Task], dict[str, int]]:
     return funnel.tasks, {str(reason): count for reason, count in funnel.rejected.items()}
 
 
-def generate(*, model: str, prompt: str, max_tokens: int = 128, temperature: float = 1.0, seed: int = 0) -> int:
-    """Continue a prompt in the checkpoint's chat format."""
-    from etude.agent.chat import EngineChat
+def generate(*, model: str, prompt: str, max_tokens: int = 512, temperature: float = 0.2, top_p: float = 0.9, seed: int = 0) -> int:
+    """One answer in the checkpoint's chat format."""
+    from etude.agent.chat import EngineChat, Reply
     from etude.inference.config import EngineConfig
     from etude.parts import make_engine
-    from etude.records import Message, Sampling
+    from etude.records import Finish, Message, Sampling
     from etude.text.renderer import choose_renderer, message_text
     from etude.text.tokenizer import load_tokenizer
 
@@ -360,12 +361,63 @@ def generate(*, model: str, prompt: str, max_tokens: int = 128, temperature: flo
     tokenizer = load_tokenizer(folder)
     renderer = choose_renderer(folder, tokenizer)
 
-    async def reply() -> str:
+    async def reply() -> Reply:
         engine = make_engine(folder=str(folder), engine=EngineConfig(), numerics="fast", version=None)
-        chat = EngineChat(engine, renderer, tokenizer, Sampling(temperature=temperature), seed=seed)
-        answer = await chat.reply([Message(role="user", text=prompt)], max_tokens=max_tokens)
-        await engine.close()
-        return message_text(answer.message)
+        try:
+            chat = EngineChat(engine, renderer, tokenizer, Sampling(temperature=temperature, top_p=top_p), seed=seed)
+            return await chat.reply([Message(role="user", text=prompt)], max_tokens=max_tokens)
+        finally:
+            await engine.close()
 
-    print(asyncio.run(reply()))
+    answer = asyncio.run(reply())
+    print(message_text(answer.message))
+    if answer.finish is Finish.LENGTH:
+        sys.stdout.flush()
+        print(f"(cut at {max_tokens} tokens; --max-tokens gives more)", file=sys.stderr)
     return 0
+
+
+# ---------------------------------------------------------------------------------------------------
+# model
+
+
+def model_add(*, source: str, name: str | None = None, dtype: str | None = None, force: bool = False, json: bool = False) -> int:
+    """Put a model on the shelf, with progress on stderr."""
+    from rich.progress import Progress as Bar
+
+    with Bar(console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task(f"adding {source}", total=None)
+
+        def progress(what: str, done: int, total: int) -> None:
+            bar.update(task, description=f"adding {source}: {what}", completed=done, total=total or None)
+
+        model, added = shelf.add(source, name=name, dtype=dtype, force=force, progress=progress)
+    if json:
+        print(jsonlib.dumps(shelf.as_json([model.name] if added else [], [model])))
+    else:
+        print(f'{"added" if added else "already there:"} {_model_line(model)}\nuse it with --model {model.name}, or model = "{model.name}"')
+    return 0
+
+
+def model_ls(*, json: bool = False) -> int:
+    found = shelf.models()
+    if json:
+        print(jsonlib.dumps(shelf.as_json([], found)))
+        return 0
+    for model in found:
+        print(_model_line(model))
+    missing = [name for name in shelf.CATALOGUE if name not in {model.name for model in found}]
+    if missing:
+        print(f"to be had with `etude model add`: {', '.join(missing)}")
+    return 0
+
+
+def model_rm(*, name: str, json: bool = False) -> int:
+    folder = shelf.remove(name)
+    print(jsonlib.dumps(shelf.as_json([name], [])) if json else f"removed {folder}")
+    return 0
+
+
+def _model_line(model: shelf.Model) -> str:
+    origin = f"{model.source or 'source unknown'}, {model.licence or 'licence not stated'}"
+    return f"{model.name:<20} {model.bytes / 2**20:7.1f} MiB {model.dtype:<9} {origin}  {model.path}"

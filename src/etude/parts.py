@@ -19,11 +19,12 @@ import etude
 from etude.agent.chat import EngineChat
 from etude.agent.loop import AgentConfig
 from etude.config import config, write_resolved
-from etude.errors import CheckpointError, IntegrityError, UserError
+from etude.errors import IntegrityError, UserError
 from etude.evals.suite import Result, Suite, evaluate
 from etude.inference.config import EngineConfig
 from etude.loop import LoopConfig, Parts
 from etude.model.config import Numerics
+from etude.model.shelf import model_folder
 from etude.protocols import Engine, SandboxHost, Trainer
 from etude.records import Sampling, Version
 from etude.rewards.parts import RewardConfig
@@ -36,8 +37,6 @@ from etude.text.renderer import choose_renderer
 from etude.text.tokenizer import load_tokenizer
 from etude.trainer.config import RLConfig
 
-PACKAGED = {"nano": Path(__file__).parent / "nano"}
-"""Checkpoints that come with the package, by name."""
 UNSEEN_SLICES = 8
 """Runs of this many consecutive seeds are evaluated on different tasks of unseen families."""
 
@@ -69,7 +68,7 @@ class RunConfig:
     """Folder under runs/; the recipe's name and a number when empty."""
     seed: int = 0
     model: str = "nano"
-    """A packaged checkpoint's name, or a Hugging Face folder."""
+    """A model's name (`etude model ls`), or a Hugging Face folder."""
     renderer: str = ""
     """Renderer by name; empty chooses it by the checkpoint's chat template."""
     processes: Literal["many", "one"] = "many"
@@ -97,15 +96,6 @@ class RunConfig:
             agent = dataclasses.replace(self.agent, max_parallel_calls=1, scrub=True, time_limit_s=0.0)
             for name, value in (("numerics", "invariant"), ("agent", agent)):
                 object.__setattr__(self, name, value)
-
-
-def model_folder(model: str) -> Path:
-    """The folder of a checkpoint given by packaged name or by path."""
-    folder = PACKAGED.get(model, Path(model))
-    if not (folder / "config.json").is_file():
-        known = ", ".join(PACKAGED)
-        raise CheckpointError(f"no model at {folder} (it has no config.json); give a Hugging Face folder or one of: {known}")
-    return folder
 
 
 # ---------------------------------------------------------------------------------------------------

@@ -304,6 +304,23 @@ OUTPUTS: dict[str, Schema] = {
         counts={"description": "tasks by outcome: written, or accepted and rejected ...", **_map(COUNT)},
         reasons={"description": "rejections by reason", **_map(COUNT)},
     ),
+    "models": _plain(
+        "Last line of `etude model add --json`, `etude model ls --json` and `etude model rm --json`",
+        folder=STRING,
+        changed={"description": "names that were written or removed", **_list(STRING)},
+        models=_list(
+            _plain(
+                "One model that has a name: the one added, or all of `ls`.",
+                name=STRING,
+                path=STRING,
+                source=STRING,
+                licence=STRING,
+                dtype=STRING,
+                bytes=COUNT,
+                hash=STRING,
+            )
+        ),
+    ),
 }
 """Name of a schema file -> what it says. Every command with `--json` names one of these in its `Command.schema`."""
 

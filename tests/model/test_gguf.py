@@ -1,6 +1,7 @@
 """GGUF files written here from the format's description, with scalar arithmetic, and read by the package."""
 
 import importlib.util
+import json
 import struct
 from pathlib import Path
 
@@ -8,10 +9,15 @@ import numpy as np
 import pytest
 import torch
 
-from etude.errors import CheckpointError
+from etude.errors import CheckpointError, UserError
+from etude.model import shelf
 from etude.model.cache import PagedCache, Plan, blocks_for
-from etude.model.gguf import GGUF, gguf_tokenizer, load_gguf
+from etude.model.gguf import GGUF, gguf_to_folder, gguf_tokenizer, load_gguf
 from etude.model.reference import reference_logits
+from etude.model.weights import load_model
+from etude.records import Message
+from etude.text.renderer import choose_renderer
+from etude.text.tokenizer import load_tokenizer
 
 U32, F32, STRING, ARRAY, I32 = 4, 6, 8, 9, 5
 F32_T, F16_T, Q4_0_T, Q4_1_T, Q8_0_T, BF16_T = 0, 1, 2, 3, 8, 30
@@ -174,6 +180,58 @@ def test_tokenizer(tmp_path):
     model_file(tmp_path / "n.gguf", F16_T, **{**extra, "tokenizer.ggml.pre": "other"})
     with pytest.raises(CheckpointError, match="'gpt2' / 'other'"):
         gguf_tokenizer(tmp_path / "n.gguf")
+    model_file(tmp_path / "n.gguf", F16_T, **{**extra, "tokenizer.ggml.merges": ["c d"]})
+    with pytest.raises(CheckpointError, match=r"merges do not fit its vocabulary: .*`cd`"):
+        gguf_tokenizer(tmp_path / "n.gguf")
+
+
+def chat_file(path, **extra):
+    """A model with letters and digits for a vocabulary, roles of special tokens, and a chat template."""
+    specials = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
+    pieces = [*specials, *map(chr, range(33, 123)), "\u0120", "\u010a", "ab"]
+    metadata = {
+        "tokenizer.ggml.model": "gpt2",
+        "tokenizer.ggml.pre": "smollm",
+        "tokenizer.ggml.tokens": pieces,
+        "tokenizer.ggml.merges": ["a b"],
+        "tokenizer.ggml.token_type": [3] * 3 + [1] * (len(pieces) - 3),
+        "tokenizer.ggml.bos_token_id": 1,
+        "tokenizer.ggml.eos_token_id": 2,
+        "tokenizer.ggml.unknown_token_id": 0,
+        "tokenizer.chat_template": "{% for m in messages %}<|im_start|>{{ m.role }}:{{ m.content }}<|im_end|>{% endfor %}",
+    }
+    return model_file(path, Q4_1_T, **metadata, **extra)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_file_becomes_a_folder(tmp_path, dtype):
+    chat_file(tmp_path / "m.gguf")
+    seen = []
+    gguf_to_folder(tmp_path / "m.gguf", tmp_path / "folder", dtype=dtype, progress=lambda done, total: seen.append((done, total)))
+    assert seen[-1] == (len(SHAPES), len(SHAPES))
+    model, theirs = load_model(tmp_path / "folder"), load_gguf(tmp_path / "m.gguf", dtype=dtype)
+    assert model.config == theirs.config
+    assert model.config.norm_eps == 1e-5, "the number that was meant, not its float32"
+    for (name, ours), other in zip(model.named_parameters(), theirs.parameters(), strict=True):
+        assert torch.equal(ours, other.float()), name
+    config = json.loads((tmp_path / "folder" / "config.json").read_text())
+    assert (config["bos_token_id"], config["eos_token_id"], config["pad_token_id"]) == (1, 2, None)
+    tokenizer = load_tokenizer(tmp_path / "folder")
+    renderer = choose_renderer(tmp_path / "folder", tokenizer)
+    assert tokenizer.decode(renderer.render(Message(role="user", text="ab 1"))) == "<|im_start|>user:ab 1<|im_end|>"
+    assert renderer.stop_ids == (2,)
+
+
+def test_a_file_gets_a_name_and_keeps_it_until_forced(tmp_path, monkeypatch):
+    monkeypatch.setenv("ETUDE_HOME", str(tmp_path / "home"))
+    file = tmp_path / "tiny.gguf"
+    chat_file(file)
+    model, added = shelf.add(str(file), name="tiny")
+    assert (added, model.dtype) == (True, "bfloat16")
+    assert shelf.add(str(file), name="tiny") == (model, False)
+    with pytest.raises(UserError, match=r"made from .*tiny\.gguf as bfloat16; .* --force"):
+        shelf.add(str(file), name="tiny", dtype="float32")
+    assert shelf.add(str(file), name="tiny", dtype="float32", force=True)[0].dtype == "float32"
 
 
 @pytest.mark.parametrize(

@@ -212,8 +212,10 @@ def test_a_template_that_rewrites_history_is_refused_by_turn():
     renderer = JinjaRenderer(ByteTokenizer(("</s>",)), MOVING, config={"eos_token": "</s>"})
     renderer.render(Message(role="system", text="s"))
     renderer.render(Message(role="user", text="u1"))
-    with pytest.raises(UserError, match=r"turn 3 \(user\).*before the first assistant turn changes from"):
+    with pytest.raises(UserError, match=r"once turn 3 \(user\) is added, it changes turn 2 \(user\) from '\[INST\]su1.*' to '\[INST\]u1\["):
         renderer.render(Message(role="user", text="u2"))
+    with pytest.raises(UserError, match=r"once turn 3 \(assistant\) is added"):  # the refused message is not counted
+        renderer.close_assistant(renderer.stop_ids)
 
 
 def test_a_template_that_raises_is_refused_by_turn():
@@ -231,8 +233,96 @@ def test_a_template_that_forgets_assistant_turns_is_refused():
     )
     renderer.render(Message(role="user", text="u"))
     renderer.close_assistant([])
-    with pytest.raises(UserError, match=r"turn 3 .*drops or repeats"):
+    with pytest.raises(UserError, match=r"once turn 3 \(user\) is added, it drops turn 2 \(assistant\)\."):
         renderer.render(Message(role="user", text="v"))
+
+
+# What templates do to earlier turns. Each is ChatML but for the content of a message.
+
+
+def chatml_with(content, before=""):
+    body = "{{ '<|im_start|>' + m.role + '\\n' + content + '<|im_end|>\\n' }}"
+    opening = "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
+    return f"{before}{{% for m in messages %}}{{% set content = {content} %}}{body}{{% endfor %}}{opening}"
+
+
+FORGETFUL = chatml_with("('<think>' + m.reasoning_content + '</think>' if m.reasoning_content and loop.last else '') + m.content")
+DEFAULT = chatml_with("m.content", "{% if messages[0].role != 'system' %}<|im_start|>system\nBe kind.<|im_end|>\n{% endif %}")
+LATE_DEFAULT = DEFAULT.replace("messages[0].role != 'system'", "messages | selectattr('role', 'equalto', 'system') | list | length == 0")
+TRIMMING = chatml_with("m.content if loop.last else m.content | trim")
+TRUNCATING = chatml_with("m.content[:30] if '<tool_response>' in m.content and loop.revindex > 2 else m.content")
+REMINDING = chatml_with("m.content").replace(
+    "{% set", "{% if m.role == 'assistant' and not loop.last %}<|im_start|>system\nbe brief<|im_end|>\n{% endif %}{% set"
+)
+RESULT = Message(role="tool", results=(ToolResult(call_id="", name="read_file", text="line\n" * 9),))
+
+
+def test_reasoning_of_earlier_turns_stays_where_it_was_sampled_and_may_not_go_where_it_was_given():
+    turns = [("user", "u1"), ("assistant", "<think>hm</think>a1"), ("user", "u2"), ("assistant", "a2"), ("user", "u3")]
+    assert converse(JinjaRenderer(CHAT, FORGETFUL), CHAT, turns) == converse(ChatMLRenderer(CHAT), CHAT, turns)
+    renderer = JinjaRenderer(CHAT, FORGETFUL)
+    renderer.render(Message(role="user", text="u1"))
+    renderer.render(Message(role="assistant", text="a1", reasoning="hm"))
+    with pytest.raises(UserError, match=r"once turn 3 \(user\) is added, it changes turn 2 \(assistant\) from '.*<think>hm.*' to '.*a1<"):
+        renderer.render(Message(role="user", text="u2"))
+
+
+def test_a_default_system_prompt_comes_with_the_first_turn_and_may_not_leave():
+    kind = "<|im_start|>system\nBe kind.<|im_end|>\n"
+    turns = [("user", "u1"), ("assistant", "a1"), ("user", "u2")]
+    assert converse(JinjaRenderer(CHAT, DEFAULT), CHAT, turns) == kind + converse(ChatMLRenderer(CHAT), CHAT, turns)
+    turns = [("system", "s"), *turns]
+    assert converse(JinjaRenderer(CHAT, DEFAULT), CHAT, turns) == converse(ChatMLRenderer(CHAT), CHAT, turns)
+    assert choose_renderer({"chat_template": DEFAULT}, CHAT).name == "jinja"
+    renderer = JinjaRenderer(CHAT, LATE_DEFAULT)
+    renderer.render(Message(role="user", text="u1"))
+    with pytest.raises(
+        UserError, match=r"once turn 2 \(system\) is added, it changes turn 1 \(user\) from '.*system.nBe kind.*' to '.*user.nu1"
+    ):
+        renderer.render(Message(role="system", text="s"))
+
+
+def test_whitespace_of_earlier_turns_may_not_be_trimmed():
+    renderer = JinjaRenderer(CHAT, TRIMMING)
+    assert converse(renderer.start(), CHAT, [("user", "u1"), ("assistant", " a1 \n"), ("user", "u2")]).count(" a1 \n<|im_end|>") == 1
+    renderer.render(Message(role="system", text="s"))
+    renderer.render(Message(role="user", text="code:\n    x\n"))
+    with pytest.raises(
+        UserError, match=r"once turn 3 \(user\) is added, it changes turn 2 \(user\) from '.*   x.n<.im_end.*' to '.*   x<.im_end"
+    ):
+        renderer.render(Message(role="user", text="u2"))
+
+
+def test_old_tool_results_may_not_be_truncated():
+    renderer = JinjaRenderer(CHAT, TRUNCATING)
+    renderer.render(Message(role="user", text="read it"))
+    for turn in range(2):
+        renderer.open_assistant()
+        renderer.close_assistant(renderer.stop_ids)
+        if turn == 0:
+            renderer.render(RESULT)
+    says = r"once turn 5 \(tool\) is added, it changes turn 3 \(tool\) from '.*line.nline.*' to '.*<.im_end"
+    with pytest.raises(UserError, match=says) as refused:
+        renderer.render(RESULT)
+    assert "choose another renderer by name (etude, chatml)" in str(refused.value)
+    assert len(str(refused.value)) < 400, "an excerpt, not the file"
+
+
+def test_nothing_may_be_put_before_an_earlier_assistant_turn():
+    renderer = JinjaRenderer(CHAT, REMINDING)
+    renderer.render(Message(role="user", text="u1"))
+    renderer.open_assistant()
+    renderer.close_assistant(renderer.stop_ids)
+    with pytest.raises(UserError, match=r"once turn 3 \(user\) is added, it changes the opening of turn 2 \(assistant\) from '.*assistant"):
+        renderer.render(Message(role="user", text="u2"))
+
+
+def test_an_assistant_turn_that_comes_twice_is_named():
+    renderer = JinjaRenderer(CHAT, chatml_with("m.content if loop.last or m.role != 'assistant' else m.content + m.content"))
+    renderer.render(Message(role="user", text="u1"))
+    renderer.close_assistant([])
+    with pytest.raises(UserError, match=r"once turn 3 \(user\) is added, it repeats turn 2 \(assistant\)"):
+        renderer.render(Message(role="user", text="u2"))
 
 
 def test_reasoning_opened_by_the_template():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import shutil
 
 import numpy as np
 import pytest
@@ -158,6 +159,18 @@ def test_going_on_from_a_base_keeps_its_origin(make, data, tmp_path):
     assert [s["kind"] for s in stages] == ["pretrain", "pretrain"]
     assert stages[1]["weights"]
     assert second.curve[0].loss < first.curve[0].loss
+
+
+def test_a_base_may_be_given_by_name(make, data, tmp_path, monkeypatch):
+    monkeypatch.setenv("ETUDE_HOME", str(tmp_path / "home"))
+    first = pretrain(config_of(make, data, stop_tokens=1000), tmp_path / "a")
+    shutil.copytree(first.model, tmp_path / "home" / "models" / "first")
+    (tmp_path / "home" / "models" / "first" / "tokenizer.json").write_text("{}")
+    second = pretrain(config_of(make, data, model=None, base="first", stop_tokens=1000), tmp_path / "b")
+    assert len(json.loads((second.model / "provenance.json").read_text())["stages"]) == 2
+    assert (second.model / "tokenizer.json").exists()
+    with pytest.raises(CheckpointError, match="no model 'frist'; did you mean 'first'"):
+        pretrain(config_of(make, data, model=None, base="frist"), tmp_path / "c")
 
 
 def test_old_checkpoints_are_removed(make, data, tmp_path):

@@ -11,6 +11,7 @@
     reference.py     the slow twin that tests compare with
     weights.py       Hugging Face folders in and out
     gguf.py          GGUF files in
+    shelf.py         models by name: add, find, remove
     families/        names and config of each architecture on disk
 
 Import the modules by name (`from etude.model.transformer import Decoder`).

@@ -10,10 +10,12 @@ llama.cpp stores the query and key projections with each head's rows permuted fr
     model = load_gguf(path)
     tokenizer = gguf_tokenizer(path)          # a tokenizers.Tokenizer
     GGUF(path).metadata["tokenizer.chat_template"]
+    gguf_to_folder(path, folder)              # config.json, safetensors and tokenizer files, as `transformers` reads them
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,7 +29,7 @@ from torch import Tensor
 from etude.errors import CheckpointError
 from etude.model.config import ModelConfig, Numerics
 from etude.model.transformer import Decoder
-from etude.model.weights import fill, meta_model
+from etude.model.weights import fill, meta_model, save_model
 
 SCALARS = {0: "<u1", 1: "<i1", 2: "<u2", 3: "<i2", 4: "<u4", 5: "<i4", 6: "<f4", 7: "?", 10: "<u8", 11: "<i8", 12: "<f8"}
 STRING, ARRAY = 8, 9
@@ -181,13 +183,31 @@ TOP_NAMES = {"token_embd.weight": "model.embed_tokens.weight", "output_norm.weig
 
 
 def load_gguf(
-    path: str | Path, *, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu", numerics: Numerics = "fast"
+    path: str | Path,
+    *,
+    dtype: torch.dtype = torch.float32,
+    device: torch.device | str = "cpu",
+    numerics: Numerics = "fast",
+    progress: Callable[[int, int], None] | None = None,
 ) -> Decoder:
-    """The model in a GGUF file, dequantised."""
+    """The model in a GGUF file, dequantised. `progress` hears how many of how many tensors were read."""
     file = GGUF(path)
     model = meta_model(gguf_config(file), numerics)
-    fill(model, _Source(file, model.config), dtype=dtype, device=device)
+    fill(model, _Source(file, model.config, progress), dtype=dtype, device=device)
     return model
+
+
+def gguf_to_folder(
+    path: str | Path, folder: str | Path, *, dtype: torch.dtype = torch.bfloat16, progress: Callable[[int, int], None] | None = None
+) -> None:
+    """Write a GGUF file as a Hugging Face folder. The weights are the dequantised ones, rounded to `dtype`."""
+    folder, metadata = Path(folder), GGUF(path).metadata
+    tokenizer = gguf_tokenizer(path)
+    ids = {f"{name}_token_id": metadata.get(f"tokenizer.ggml.{key}_token_id") for name, key in TOKEN_ROLES.items()}
+    save_model(load_gguf(path, dtype=dtype, progress=progress), folder, extra={k: v for k, v in ids.items() if k != "unk_token_id"})
+    tokenizer.save(str(folder / "tokenizer.json"))
+    config = json.dumps(gguf_tokenizer_config(metadata), ensure_ascii=False, indent=2)
+    (folder / "tokenizer_config.json").write_text(config + "\n", encoding="utf-8")
 
 
 def gguf_config(file: GGUF) -> ModelConfig:
@@ -221,19 +241,26 @@ def gguf_config(file: GGUF) -> ModelConfig:
         kv_heads=get("attention.head_count_kv", heads),
         head_dim=head_dim,
         intermediate=get("feed_forward_length"),
-        rope_theta=float(get("rope.freq_base", 10_000.0)),
-        norm_eps=float(get("attention.layer_norm_rms_epsilon")),
+        rope_theta=_written(get("rope.freq_base", 10_000.0)),
+        norm_eps=_written(get("attention.layer_norm_rms_epsilon")),
         tie_embeddings="output.weight" not in file.tensors,
         max_positions=get("context_length"),
     )
 
 
+def _written(value: float) -> float:
+    """The decimal number that a float32 was written for: 1e-05, not 9.999999747378752e-06, as config.json has it."""
+    return float(str(np.float32(value)))
+
+
 class _Source:
     """The tensors of a file under their Hugging Face names, as `weights.fill` wants them."""
 
-    def __init__(self, file: GGUF, config: ModelConfig) -> None:
+    def __init__(self, file: GGUF, config: ModelConfig, progress: Callable[[int, int], None] | None = None) -> None:
         self.where = str(file.path)
         self._file = file
+        self._progress = progress
+        self._read: set[str] = set()
         self._heads = {"attn_q": config.heads, "attn_k": config.kv_heads}
         self._gguf_names = {_hf_name(name): name for name in file.tensors}
 
@@ -246,6 +273,9 @@ class _Source:
     def tensor(self, name: str) -> Tensor:
         gguf_name = self._gguf_names[name]
         value = self._file.tensor(gguf_name)
+        self._read.add(name)
+        if self._progress is not None:
+            self._progress(len(self._read), len(self._gguf_names))
         for part, heads in self._heads.items():
             if gguf_name.endswith(f".{part}.weight"):
                 value = value.reshape(heads, -1, 2, value.shape[1]).swapaxes(1, 2).reshape(value.shape)
@@ -282,7 +312,10 @@ def gguf_tokenizer(path: str | Path) -> Tokenizer:
         raise CheckpointError(f"{path} has the tokenizer {model!r} / {pre!r}; etude reads 'gpt2' with one of {sorted(PRE_TOKENIZERS)}")
     tokens = metadata["tokenizer.ggml.tokens"]
     merges = [tuple(merge.split(" ", 1)) for merge in metadata["tokenizer.ggml.merges"]]
-    tokenizer = Tokenizer(models.BPE(vocab={token: i for i, token in enumerate(tokens)}, merges=merges))
+    try:
+        tokenizer = Tokenizer(models.BPE(vocab={token: i for i, token in enumerate(tokens)}, merges=merges))
+    except Exception as error:  # the library raises nothing narrower
+        raise CheckpointError(f"{path} has a tokenizer whose merges do not fit its vocabulary: {error}; it is damaged") from error
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(PRE_TOKENIZERS[pre])
     tokenizer.decoder = decoders.ByteLevel()
     types = metadata.get("tokenizer.ggml.token_type", [NORMAL_TOKEN] * len(tokens))
@@ -293,3 +326,27 @@ def gguf_tokenizer(path: str | Path) -> Tokenizer:
     ]
     tokenizer.add_tokens(special)
     return tokenizer
+
+
+TOKEN_ROLES = {"bos": "bos", "eos": "eos", "pad": "padding", "unk": "unknown"}
+"""Role of a special token in Hugging Face's words -> in those of GGUF."""
+
+
+def gguf_tokenizer_config(metadata: dict[str, Any]) -> dict[str, Any]:
+    """The tokenizer_config.json that belongs to `gguf_tokenizer`: roles of special tokens, chat template, longest text.
+
+    The class is the generic one, which takes everything from tokenizer.json; those of an architecture bring a splitting of their own.
+    """
+    tokens = metadata["tokenizer.ggml.tokens"]
+    ids = {f"{name}_token": metadata.get(f"tokenizer.ggml.{key}_token_id") for name, key in TOKEN_ROLES.items()}
+    config: dict[str, Any] = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "clean_up_tokenization_spaces": False,
+        "add_prefix_space": False,
+        **{name: tokens[id] for name, id in ids.items() if id is not None},
+    }
+    if "llama.context_length" in metadata:
+        config["model_max_length"] = metadata["llama.context_length"]
+    if "tokenizer.chat_template" in metadata:
+        config["chat_template"] = metadata["tokenizer.chat_template"]
+    return config

@@ -43,6 +43,17 @@ def load_model(
     return model
 
 
+def check_folder(folder: str | Path) -> ModelConfig:
+    """Refuse a Hugging Face folder that `load_model` would refuse, reading names and shapes only."""
+    folder = Path(folder)
+    model = meta_model(read_config(folder))
+    source = Checkpoint(checkpoint_files(folder), where=str(folder))
+    _check_names(model, source)
+    for name, parameter in model.named_parameters():
+        _check_shapes(model, source, name, parameter)
+    return model.config
+
+
 def save_model(
     model: Decoder,
     folder: str | Path,
@@ -168,12 +179,17 @@ def fill(model: Decoder, source: Source, *, dtype: torch.dtype, device: torch.de
     for name, parameter in list(model.named_parameters()):
         kept = source.tensor(family(model.config).disk_names(name, model.config)[0]).dtype if name.endswith(KEPT) else dtype
         value = torch.empty(parameter.shape, dtype=kept, device=device)
+        _check_shapes(model, source, name, value)
         for disk, part in _slices(model, name, value):
-            if source.shape(disk) != tuple(part.shape):
-                found, asked = list(source.shape(disk)), list(part.shape)
-                raise CheckpointError(f"{source.where}: tensor {disk!r} has the shape {found}, but config.json asks for {asked}")
             part.copy_(source.tensor(disk))
         _assign(model, name, value)
+
+
+def _check_shapes(model: Decoder, source: Source, name: str, value: Tensor) -> None:
+    for disk, part in _slices(model, name, value):
+        if source.shape(disk) != tuple(part.shape):
+            found, asked = list(source.shape(disk)), list(part.shape)
+            raise CheckpointError(f"{source.where}: tensor {disk!r} has the shape {found}, but config.json asks for {asked}")
 
 
 def _slices(model: Decoder, name: str, value: Tensor) -> Iterator[tuple[str, Tensor]]:

@@ -154,7 +154,8 @@ class JinjaRenderer:
 
     - A turn the policy sampled is shown to the template as a one-of-a-kind sentinel in place of its text. What the template makes of the
       turn itself (such as dropping its reasoning once it is old) then does not matter, for its sampled ids stay as they are. What lies
-      between the sentinels is what the harness added; it must come out the same each time, or the template is refused with the turn named.
+      between the sentinels is what the harness added; it must come out the same each time, or the template is refused with both turns
+      named: the one that changed, and the one whose arrival changed it.
     - Every special token's name inside a message is broken by a private-use character that is taken out again before tokenising, so
       user text never turns into a special token.
     """
@@ -178,33 +179,46 @@ class JinjaRenderer:
     def _begin(self) -> None:
         self._messages: list[dict[str, str]] = []
         self._gaps: list[str] = [""]
-        self._sampled = 0
+        """Text before, between and after the sampled turns, as far as it was tokenised."""
+        self._ends: list[list[tuple[int, int]]] = [[]]
+        """For each gap: the number of each turn with text in it, and where that text ends."""
+        self._openings: list[str] = [""]
+        """For each gap: what opened the turn sampled after it, as far as that was tokenised."""
+        self._sampled: list[int] = []
+        """Numbers of the sampled turns."""
+        self._roles: list[str] = []
         self._inside_think = False
 
     def render(self, message: Message) -> list[int]:
         shown, mark = self._shown(message)
         self._messages.append(shown)
+        self._roles.append(message.role)
         try:
-            pieces = self._pieces(f"turn {len(self._messages)} ({message.role})")
+            pieces = self._pieces(self._named(len(self._messages)))
         except UserError:
             self._messages.pop()
+            self._roles.pop()
             raise
         added = pieces[-1][len(self._gaps[-1]) :]
-        self._gaps[-1] = pieces[-1]
+        self._extend(pieces[-1])
         return self._tokenizer.encode_markup(added, drop=mark)
 
     def open_assistant(self) -> list[int]:
         pieces = self._pieces("the opening of the assistant's turn", opening=True)
         opening = pieces[-1][len(self._gaps[-1]) :]
+        self._openings[-1] = opening
         self._inside_think = opening.rstrip().endswith(_THINK)
         return self._tokenizer.encode_markup(opening)
 
     def close_assistant(self, ids: Sequence[int]) -> list[int]:
-        self._messages.append({"role": "assistant", "content": _sentinel(self._sampled)})
-        self._sampled += 1
+        self._messages.append({"role": "assistant", "content": _sentinel(len(self._sampled))})
+        self._roles.append("assistant")
+        self._sampled.append(len(self._messages))
         self._gaps.append("")
-        closing = self._pieces(f"turn {len(self._messages)} (assistant)")[-1]
-        self._gaps[-1] = closing
+        self._ends.append([])
+        self._openings.append("")
+        closing = self._pieces(self._named(len(self._messages)))[-1]
+        self._extend(closing)
         tokens = self._tokenizer.encode_markup(closing)
         return tokens[1:] if ids and tokens and tokens[0] == ids[-1] else tokens
 
@@ -217,13 +231,36 @@ class JinjaRenderer:
         pieces = _SENTINEL.split(text)
         found = [int(n) for n in pieces[1::2]]
         pieces = pieces[::2]
-        if found != list(range(self._sampled)):
-            raise UserError(_REFUSED.format(turn=turn, why="it drops or repeats earlier assistant turns"))
-        for index, (piece, known) in enumerate(zip(pieces, self._gaps, strict=True)):
+        if found != list(range(len(self._sampled))):
+            raise UserError(_REFUSED.format(turn=turn, what=self._misplaced(found)))
+        for index, (piece, known, opened) in enumerate(zip(pieces, self._gaps, self._openings, strict=True)):
+            rest = piece[len(known) :]
             if not piece.startswith(known):
-                where = "before the first assistant turn" if index == 0 else f"after assistant turn {index}"
-                raise UserError(_REFUSED.format(turn=turn, why=f"the text {where} changes from {_tail(known)} to {_tail(piece)}"))
+                raise UserError(_REFUSED.format(turn=turn, what=self._changed(index, known, piece)))
+            if index < len(self._sampled) and not (rest.startswith(opened) or opened.startswith(rest)):
+                what = f"changes the opening of {self._named(self._sampled[index])} {_difference(opened, rest)}"
+                raise UserError(_REFUSED.format(turn=turn, what=what))
         return pieces
+
+    def _extend(self, text: str) -> None:
+        """The text since the last sampled turn is now this, up to and with the newest turn."""
+        self._gaps[-1] = text
+        self._ends[-1].append((len(self._messages), len(text)))
+
+    def _named(self, number: int) -> str:
+        return f"turn {number} ({self._roles[number - 1]})"
+
+    def _misplaced(self, found: Sequence[int]) -> str:
+        """What became of sampled turns that are not where they were."""
+        for index, number in enumerate(self._sampled):
+            if found.count(index) != 1:
+                return f"{'repeats' if index in found else 'drops'} {self._named(number)}"
+        return "puts the assistant's turns in another order"
+
+    def _changed(self, gap: int, known: str, text: str) -> str:
+        at = _alike(known, text)
+        number = next(number for number, end in self._ends[gap] if at < end)
+        return f"changes {self._named(number)} {_difference(known, text)}"
 
     def _text(self, messages: Sequence[Mapping[str, str]], turn: str, *, opening: bool = False) -> str:
         try:
@@ -295,7 +332,7 @@ def response_text(message: Message) -> str:
 _OPEN, _SHUT = "\ue5e0", "\ue5e1"
 _SENTINEL = re.compile(f"{_OPEN}turn ([0-9]+){_SHUT}")
 _REFUSED = (
-    "the chat template rewrites history at {turn}: {why}. Tokens already sampled cannot change; "
+    "the chat template rewrites history: once {turn} is added, it {what}. Tokens that were read or sampled cannot change; "
     "choose another renderer by name (etude, chatml) or a template that only appends"
 )
 
@@ -309,8 +346,21 @@ def _unused(text: str) -> str:
     return next(c for c in map(chr, range(0xE600, 0xF8FF)) if c not in text)
 
 
-def _tail(text: str) -> str:
-    return repr(text if len(text) <= 60 else "..." + text[-57:])
+def _alike(old: str, new: str) -> int:
+    """How many characters two texts begin with alike."""
+    return next((at for at, (a, b) in enumerate(zip(old, new, strict=False)) if a != b), min(len(old), len(new)))
+
+
+def _difference(old: str, new: str) -> str:
+    """Both texts around the first character that differs."""
+    at = _alike(old, new)
+    start = max(at - 20, 0)
+
+    def excerpt(text: str) -> str:
+        part = re.sub("[\ue5e0-\uf8ff]", "", text[start : at + 40])
+        return repr(f"{'...' if start else ''}{part}{'...' if len(text) > at + 40 else ''}")
+
+    return f"from {excerpt(old)} to {excerpt(new)}"
 
 
 def _need(tokenizer: TextTokenizer, special: str, name: str) -> int:

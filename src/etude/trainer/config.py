@@ -151,7 +151,7 @@ class PretrainConfig:
     model: ModelConfig | None = None
     """Shape of a model to start from random weights; give this or `base`."""
     base: str = ""
-    """Model folder to start from."""
+    """Model to start from: a name (`etude model ls`) or a folder."""
     tokenizer: str = ""
     """Folder whose tokenizer files go into every checkpoint; the base's own when empty."""
     held_out: str = ""

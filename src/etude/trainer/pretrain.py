@@ -32,6 +32,7 @@ from torch import Tensor
 from etude.config import resolved
 from etude.errors import CheckpointError, UserError
 from etude.model.config import ModelConfig
+from etude.model.shelf import model_folder
 from etude.model.transformer import Decoder, rounded
 from etude.model.weights import from_config, load_model
 from etude.optim.build import Optimizer, build_optimizer, clip_gradients
@@ -134,7 +135,7 @@ class _Run:
         self.documents = _all_documents(config, self.model)
         self.data_hashes = {path: documents.content_hash() for path, documents in self.documents.items()}
         self.held_out, self.held_out_hash = self._held_out_rows()
-        self.base = provenance.read(Path(config.base)) if config.base else provenance.Provenance()
+        self.base = provenance.read(model_folder(config.base)) if config.base else provenance.Provenance()
         self.start_hash = weights_hash(self.params) if config.base else ""
         self.step, self.tokens, self.flops = 0, 0, 0.0
         self.saved = -1
@@ -317,8 +318,9 @@ class _Run:
             "config_hash": self._config_hash(self.index),
             "weights": weights,
         }
-        tokenizer = self.config.tokenizer or self.config.base
-        save_checkpoint(partial, self.model, self._tensors(), state, tokenizer=Path(tokenizer) if tokenizer else None, dtype=dtype)
+        base = model_folder(self.config.base) if self.config.base else None
+        tokenizer = Path(self.config.tokenizer) if self.config.tokenizer else base
+        save_checkpoint(partial, self.model, self._tensors(), state, tokenizer=tokenizer, dtype=dtype)
         self._provenance().write(partial / "model")
         partial.rename(final)
         for old in sorted(final.parent.glob("step-*"), key=_step_of)[:-KEEP]:
@@ -366,7 +368,7 @@ def hashed_model(model: ModelConfig | None) -> dict[str, Any] | None:
 
 def _starting_model(config: PretrainConfig) -> Decoder:
     if config.base:
-        return load_model(config.base, dtype=torch.float32, device=config.device)
+        return load_model(model_folder(config.base), dtype=torch.float32, device=config.device)
     assert config.model is not None
     return from_config(config.model, seed=seed_for(config.seed, "init"), dtype=torch.float32, device=config.device)
 
