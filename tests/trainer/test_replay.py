@@ -7,12 +7,14 @@ them, and where the statements below do not hold.
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 
 import numpy as np
 import pytest
 import torch
 
-from etude.errors import RecordError
+from etude.config import apply_overrides, build
+from etude.errors import ConfigError, RecordError
 from etude.inference.engine import EngineConfig, NativeEngine
 from etude.model.cache import PagedCache, Plan, blocks_for
 from etude.model.config import Latent, ModelConfig, RouteFilter
@@ -101,6 +103,16 @@ def test_routes_of_a_trajectory_with_a_swap_inside(make, folders, tmp_path, kind
         assert (used < model.config.experts).all()
 
 
+def test_a_step_without_records_says_so(make, folders):
+    """Nothing is replayed in silence: rollouts without routes report a recorded share of 0, and a trainer without replay no share."""
+    group = make.group((1.0, 0.0))
+    none = asyncio.run(RLTrainer(CONFIG, folders["moe"]).step([group])).metrics
+    assert (none["route_recorded"], none["route_changed"], none["route_replaced"]) == (0.0, 0.0, 0.0)
+    off = asyncio.run(RLTrainer(dataclasses.replace(CONFIG, router_replay=False), folders["moe"]).step([group])).metrics
+    assert "route_recorded" not in off
+    assert "route_recorded" not in asyncio.run(RLTrainer(CONFIG, folders["dense"]).step([group])).metrics
+
+
 def samples_rows(groups, now):
     samples, normalisers = samples_from_groups(groups, now, CONFIG)
     return samples, 4096, float, normalisers
@@ -112,6 +124,16 @@ def test_routes_of_two_types_in_one_step_are_refused(make):
     group = make.group([1.0, 0.0], segments=lambda rng, i: [(narrow, wide)[i]])
     with pytest.raises(RecordError, match="uint16 and uint8"):
         pack(*samples_rows([group], make.base))
+
+
+def test_the_filter_of_a_recipe():
+    """The default is half of the last chosen expert's gate; a filter that refuses the router's own choice is no filter."""
+    assert RLConfig().plausible() == RouteFilter(rule="ratio", alpha=0.5)
+    words = ["route_filter='rank'", "route_slack=4"]
+    assert build(RLConfig, apply_overrides({}, words)).plausible() == RouteFilter(rule="rank", slack=4)
+    for wrong in ({"route_alpha": 1.1}, {"route_margin": -0.1}, {"route_slack": -1}):
+        with pytest.raises(ConfigError, match="route filter"):
+            RLConfig(**wrong)
 
 
 @pytest.mark.parametrize("rule", [RouteFilter(), RouteFilter(rule="ratio", alpha=1.0), RouteFilter(rule="rank", slack=0)], ids=str)

@@ -149,9 +149,12 @@ def plausible(experts_NK: Tensor, own_NK: Tensor, gates_NE: Tensor, scores_NE: T
     if filter.rule == "margin":
         return scores_NE.gather(1, experts_NK) >= scores_NE.gather(1, own_NK)[:, -1:] - filter.margin
     if filter.rule == "rank":
-        rest_NE = scores_NE.scatter(1, own_NK, -torch.inf)
-        ahead_NK = (rest_NE.unsqueeze(1) > scores_NE.gather(1, experts_NK).unsqueeze(2)).sum(2)
-        return among(experts_NK, own_NK) | (ahead_NK < filter.slack)
+        own_place_NK = among(experts_NK, own_NK)
+        places = min(filter.slack, scores_NE.shape[1] - own_NK.shape[1])
+        if places == 0:
+            return own_place_NK
+        last_N1 = scores_NE.scatter(1, own_NK, -torch.inf).topk(places).values[:, -1:]
+        return own_place_NK | (scores_NE.gather(1, experts_NK) >= last_N1)
     return torch.ones_like(experts_NK, dtype=torch.bool)
 
 

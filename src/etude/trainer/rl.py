@@ -185,7 +185,8 @@ class RLTrainer:
         total = max(sum(len(r.ids_N) for r in rows), 1)
         stats: list[TokenStats] = []
         replay = config.plausible() if config.router_replay and model.config.moe else None
-        loss_sum, balance_sum, load_LE, replay_L3 = 0.0, 0.0, None, None
+        loss_sum, balance_sum, load_LE = 0.0, 0.0, None
+        replay_L3 = torch.zeros(model.config.moe_layers, 3, dtype=torch.int64, device=config.device)
         for index, row in enumerate(rows):
             where_M = targets(row)
             reference_M = self._reference_logp(row, where_M) if config.kl > 0 else None
@@ -208,11 +209,11 @@ class RLTrainer:
             if scores.load_LE is not None:
                 load_LE = scores.load_LE if load_LE is None else load_LE + scores.load_LE
             if scores.replay_L3 is not None:
-                replay_L3 = scores.replay_L3 if replay_L3 is None else replay_L3 + scores.replay_L3
+                replay_L3 += scores.replay_L3
         metrics = {"loss": loss_sum, **mismatch.report(stats, self._version.ordinal)}
         if load_LE is not None:
             metrics |= {"balance": balance_sum, "load_entropy": load_entropy(load_LE)}
-        if replay_L3 is not None:
+        if replay is not None:
             metrics |= replay_shares(replay_L3, total * model.config.moe_layers * model.config.experts_per_token)
         return metrics
 
