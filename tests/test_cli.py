@@ -31,6 +31,10 @@ EXAMPLES = {
     ),
     "pretrain": (["r.toml"], {"recipe": "r.toml", "overrides": (), "resume": None, "name": None}),
     "check": (["runs/a"], {"run": "runs/a"}),
+    "debug mismatch": (
+        ["runs/a", "3", "numerics=fast", "--json"],
+        {"run": "runs/a", "step": 3, "overrides": ["numerics=fast"], "json": True},
+    ),
     "eval": (
         ["heldout", "n=10", "--model", "nano", "--out", "d", "--json"],
         {"suite": "heldout", "model": "nano", "out": Path("d"), "json": True, "overrides": ["n=10"]},

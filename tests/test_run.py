@@ -6,6 +6,7 @@ import asyncio
 import json
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -16,6 +17,7 @@ from typing import Any
 import pytest
 
 from etude.config import build
+from etude.debug import find
 from etude.errors import CheckpointError, UserError
 from etude.events import read_events
 from etude.launch import train
@@ -129,6 +131,23 @@ def test_killed_and_resumed_in_lockstep_gives_the_same_bits(tmp_path: Path, poli
     for run in ("whole", "killed"):
         report = check_run(tmp_path / "runs" / run)
         assert report.ok, report.problems
+
+
+@pytest.mark.slow
+def test_a_run_that_was_resumed_can_be_computed_again(tmp_path: Path, policy: Path) -> None:
+    """`etude debug mismatch` on a real run: in lockstep every token of every step is found again to the last bit, in a new lineage too."""
+    recipe = write_recipe(tmp_path, policy, schedule="lockstep")
+    run_command(tmp_path, "train", str(recipe), "--name", "a")
+    run = tmp_path / "runs" / "a"
+    shutil.rmtree(run / "checkpoints" / "step-4")
+    run_command(tmp_path, "train", "--resume", str(run))
+    assert any(e["kind"] == "group_trained" and e["lineage"] == 1 for e in read_events(run / "events.jsonl"))
+    for step in range(4):
+        answer = find(run, step)
+        assert answer["tokens"] > 0
+        assert answer["tokens"] >= steps(run)[step][0]["sampled_tokens"], "silent groups too"
+        assert (answer["first"], answer["first_layer"], answer["weights_differ"], answer["left_out"]) == (None, None, 0, 0)
+        assert {d["max"] for d in answer["dlogp"].values()} == {0.0}
 
 
 @pytest.mark.slow

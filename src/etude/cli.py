@@ -16,11 +16,12 @@ the function returns an exit status or None:
     etude.launch:model_add(*, source, name, dtype, force, json)
     etude.launch:model_ls(*, json)
     etude.launch:model_rm(*, name, json)
+    etude.debug:mismatch(*, run, step, json, overrides)
     etude.doctor:main(*, json)
     etude.bench:main(*, name, device, quick, write)
 
 Types: recipe, resume, name, suite, model, prompt, run, device, source, dtype: str (or None where optional); out, folder: Path;
-overrides, sources: tuple of str; seed, count, max_tokens: int; temperature, top_p: float; json, quick, write, force: bool.
+overrides, sources: tuple of str; seed, count, max_tokens, step: int; temperature, top_p: float; json, quick, write, force: bool.
 
 Exit status: 0 done, 1 etude failed, 2 the caller can fix it (`error: message` on stderr), 130 interrupted.
 ETUDE_TRACEBACK=1 shows where an error came from.
@@ -126,6 +127,13 @@ def _check(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("run", metavar="RUN", help="a run folder (runs/<name>)")
 
 
+def _debug_mismatch(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("run", metavar="RUN", help="a run folder (runs/<name>)")
+    parser.add_argument("step", type=_seed, metavar="STEP", help="a training step, counted from 0 as in events.jsonl")
+    _overrides(parser)
+    _json(parser)
+
+
 def _tasks_make(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("sources", nargs="+", metavar="SOURCE", help="katas, katas:heldout or katas:unseen")
     parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="folder that the tasks are written into")
@@ -194,6 +202,9 @@ COMMANDS: dict[str, Command] = {
         TRAIN, "RECIPE [KEY=VALUE ...]", "continued pretraining, in phases", "etude.launch:pretrain", _recipe, _recipe_arguments
     ),
     "check": Command(TRAIN, "RUN", "prove from a run's events that nothing was lost or trained twice", "etude.launch:check", _check),
+    "debug mismatch": Command(
+        TRAIN, "RUN STEP", "find where trainer and engine part", "etude.debug:mismatch", _debug_mismatch, schema="mismatch"
+    ),
     "eval": Command(
         JUDGE, "SUITE --model M --out DIR", "score a model on a suite, with intervals", "etude.launch:evaluate", _eval, schema="eval"
     ),

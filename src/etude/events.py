@@ -85,6 +85,9 @@ METRICS: dict[str, str] = {
     "kl_k3": "k3 against the reference policy; 0 when KL is off.",
     "balance": "Load-balancing loss (mixture of experts).",
     "load_entropy": "Evenness of expert use, 1 when even (mixture of experts).",
+    "route_recorded": "Share of expert choices that the engine recorded; the others were routed freely (router replay).",
+    "route_changed": "Share of recorded choices that the trainer's router would not have made.",
+    "route_replaced": "Share of recorded choices that the route filter refused and the trainer's router replaced.",
 }
 """Numbers of a `step` event and what they say. A trainer reports those it has."""
 

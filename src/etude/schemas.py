@@ -246,6 +246,7 @@ def _map(values: Schema) -> Schema:
 
 
 SHARE: Schema = {"type": "number", "minimum": 0, "maximum": 1}
+SPREAD = _plain("Over the sampled tokens.", mean=NUMBER, p99=NUMBER, max=NUMBER)
 SCORE_FIELDS: dict[str, Schema] = {"suite": STRING, "n": COUNT, "pass_at_1": SHARE, "low": SHARE, "high": SHARE}
 
 OUTPUTS: dict[str, Schema] = {
@@ -298,6 +299,58 @@ OUTPUTS: dict[str, Schema] = {
         versions=OBJECT,
     ),
     "eval": _plain("Last line of `etude eval --json`", extra=True, model=STRING, suite_hash=STRING, **SCORE_FIELDS),
+    "mismatch": _plain(
+        "Last line of `etude debug mismatch --json`: a step's trajectories computed again, each token with the weights that sampled it",
+        run=STRING,
+        step=COUNT,
+        versions={"description": "versions that sampled them", **_list(STRING, least=1)},
+        tokens={"description": "sampled tokens compared", **COUNT},
+        left_out={"description": "tokens sampled after a swap in flight from a kept cache, which no one version gives", **COUNT},
+        dlogp=_plain(
+            "Size of delta log-prob. engine, trainer: computed now against recorded then; between: the two computed now.",
+            trainer=SPREAD,
+            engine=SPREAD,
+            between=SPREAD,
+        ),
+        layers=_list(
+            _plain(
+                "Stream after a layer, engine's against trainer's; share of recorded positions whose experts the trainer's router changes.",
+                layer=COUNT,
+                max_delta_hidden=NUMBER,
+                max_hidden=NUMBER,
+                routes_differ=SHARE,
+            )
+        ),
+        first_layer={"description": "first layer whose difference is beyond rounding", **OPTIONAL_INTEGER},
+        positions={"description": "positions with recorded routes", **COUNT},
+        routes_differ={"description": "share of them whose experts differ in some layer", **SHARE},
+        first={
+            "description": "first difference of experts, in the order of trajectories, positions, layers",
+            "anyOf": [
+                {"type": "null"},
+                _plain(
+                    "Sets of experts.",
+                    trajectory=STRING,
+                    segment=COUNT,
+                    position=COUNT,
+                    layer=COUNT,
+                    recorded=_list(COUNT),
+                    recomputed=_list(COUNT),
+                ),
+            ],
+        },
+        weights=_list(
+            _plain(
+                "A tensor, or an expert of one, that checkpoint and weight chain hold differently (the first 20).",
+                version=STRING,
+                tensor=STRING,
+                expert=OPTIONAL_INTEGER,
+                max_delta=NUMBER,
+            )
+        ),
+        weights_differ=COUNT,
+        reported={"description": "what the step itself reported, staleness included", **_map(NUMBER)},
+    ),
     "tasks": _plain(
         "Last line of `etude tasks make --json` and `etude tasks check --json`",
         extra=True,

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Sequence
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
+from etude.inference.engine import EngineConfig, NativeEngine
 from etude.model.config import Latent, ModelConfig
-from etude.model.transformer import KEPT, Decoder
-from etude.model.weights import save_model
+from etude.model.transformer import KEPT, Decoder, rounded
+from etude.model.weights import load_model, save_model
+from etude.protocols import GenerateRequest
 from etude.records import (
     Batch,
     Drop,
@@ -24,7 +28,10 @@ from etude.records import (
     StopReason,
     Trajectory,
     Version,
+    seed_for,
 )
+from etude.sync.chain import weights_hash
+from etude.sync.receive import Receiver
 from etude.trainer.losses import score
 
 DENSE = ModelConfig(vocab_size=48, hidden=32, layers=2, heads=4, kv_heads=2, head_dim=8, intermediate=48, max_positions=512)
@@ -197,8 +204,93 @@ def rescored(group: Group, model: Decoder, version: Version | None = None, *, ro
     return group.replace(members=members)
 
 
+def native_engine(folder: str, dtype: torch.dtype = torch.float32, *, numerics: str = "invariant", **config: Any) -> NativeEngine:
+    """Weights arrive in bfloat16 and are computed with in `dtype`."""
+    model = load_model(folder, dtype=dtype, numerics=numerics)
+    params = dict(model.named_parameters())
+    wire = {n: rounded(n, p.detach(), torch.bfloat16) for n, p in params.items()}
+    with torch.no_grad():
+        for n, p in params.items():
+            p.copy_(wire[n])
+    current = Version(lineage=0, ordinal=0, hash=weights_hash(wire))
+
+    def apply(state: Any, manifest: Any, source: str) -> Version:
+        nonlocal current
+        current = Receiver(wire, source, version=current).advance(manifest)
+        with torch.no_grad():
+            for n, p in params.items():
+                p.copy_(wire[n])
+        return current
+
+    return NativeEngine(model, version=current, config=EngineConfig(**{"num_blocks": 256, **config}), apply=apply)
+
+
+async def sampled_segment(
+    engine: NativeEngine, name: str, prompt: Sequence[int], *, turns: int = 2, tokens: int = 6, seed: int = 0, parent: int | None = None
+) -> Segment:
+    """Turns over one context, with two tokens that a tool answered after each. A position keeps the first routes recorded for it."""
+    ids, sampled, logprob = list(prompt), [False] * len(prompt), [0.0] * len(prompt)
+    versions: list[Version] = []
+    version, rows = [-1] * len(prompt), []
+    for turn in range(turns):
+        request = GenerateRequest(
+            id=f"{name}-{turn}", ids=tuple(ids), sampling=Sampling(max_tokens=tokens, seed=seed_for(name, turn, seed))
+        )
+        out = await engine.generate(request)
+        versions += [v for v in out.versions if v.key not in [w.key for w in versions]]
+        keys = [v.key for v in versions]
+        ids += [*out.ids, 3, 4]
+        sampled += [True] * len(out.ids) + [False] * 2
+        logprob += [*out.logprob_t1_T.tolist(), 0.0, 0.0]
+        version += [keys.index(out.versions[i].key) for i in out.version_T] + [-1, -1]
+        assert out.routes_PTLK is not None
+        assert (out.routes_PTLK[-1] == 255).all(), "the last token has not been fed"
+        rows += list(out.routes_PTLK[len(rows) : -1])
+    absent = [np.full_like(rows[0], 255)] * (len(ids) - len(rows))
+    return Segment(
+        ids_T=np.array(ids, dtype=np.int32),
+        sampled_T=np.array(sampled),
+        logprob_T=np.array(logprob, dtype=np.float32),
+        logprob_t1_T=np.array(logprob, dtype=np.float32),
+        version_T=np.array(version, dtype=np.int16),
+        message_T=np.zeros(len(ids), dtype=np.int32),
+        thinking_T=np.zeros(len(ids), dtype=bool),
+        versions=tuple(versions),
+        routes_TLK=np.stack([*rows, *absent]),
+        sampling=Sampling(),
+        parent=parent,
+    )
+
+
+async def sampled_group(
+    engine: NativeEngine, admission: int, rewards: Sequence[float], *, segments: int = 1, prompt: int = 7, **more: Any
+) -> Group:
+    """Rollouts of one prompt by a real engine; segments after the first are compactions of the one before."""
+
+    async def rollout(member: int, reward: float) -> Graded:
+        start = np.random.default_rng(admission).integers(0, 48, prompt).tolist()
+        made: list[Segment] = []
+        for index in range(segments):
+            ids = start if not made else [*start[:4], *made[-1].ids_T[-6:].tolist()]
+            parent = index - 1 if index else None
+            made.append(await sampled_segment(engine, f"{admission}-{member}-{index}", ids, parent=parent, **more))
+        return graded(reward, made, group=admission, member=member)
+
+    members = await asyncio.gather(*(rollout(i, r) for i, r in enumerate(rewards)))
+    return Group(admission=admission, task_id="t", admitted_at=await engine.version(), members=tuple(members))
+
+
 HELPERS = SimpleNamespace(
-    tiny=tiny, segment=segment, graded=graded, group=group_of, rescored=rescored, batch=as_batch, base=BASE, shapes=SHAPES
+    tiny=tiny,
+    segment=segment,
+    graded=graded,
+    group=group_of,
+    rescored=rescored,
+    batch=as_batch,
+    base=BASE,
+    shapes=SHAPES,
+    engine=native_engine,
+    sampled_group=sampled_group,
 )
 
 

@@ -1,5 +1,6 @@
 """Ten steps of each trainer on tiny fixed models, against numbers kept in tests/golden/loss_tiny_cpu.txt.
 
+Reinforcement twice: `rl` replays every recorded route, `filtered` those that the default filter finds plausible.
 Within one process the numbers are equal in every digit when run twice. Against the file they are close (1e-4 relative): it was written
 with the torch version and processor named in it, and other matrix kernels add in another order.
 
@@ -29,13 +30,13 @@ FILE = Path(__file__).parent.parent / "golden" / "loss_tiny_cpu.txt"
 STEPS = 10
 
 
-def rl_losses(make, folder):
+def rl_losses(make, folder, **changes):
     """Groups sampled (in effect) by the start weights, so that later steps are off-policy and the weights matter."""
     save_model(make.tiny("moe"), folder)
     start = make.tiny("moe")
 
     async def go():
-        trainer = RLTrainer(RLConfig(lr=3e-3, kl=1e-2, row_tokens=64), folder)
+        trainer = RLTrainer(RLConfig(lr=3e-3, kl=1e-2, row_tokens=64, **changes), folder)
         for step in range(STEPS):
             groups = [make.rescored(make.group((1.0, 0.0, 0.5, 0.0), admission=2 * step + a), start, routes=True) for a in range(2)]
             report = await trainer.step(groups)
@@ -57,9 +58,13 @@ def pretrain_losses(make, folder):
 
 
 def measure(make, folder):
-    (folder / "rl").mkdir()
-    (folder / "pretrain").mkdir()
-    series = {"rl": rl_losses(make, folder / "rl"), "pretrain": pretrain_losses(make, folder / "pretrain")}
+    for name in ("rl", "filtered", "pretrain"):
+        (folder / name).mkdir()
+    series = {
+        "rl": rl_losses(make, folder / "rl", route_filter="none"),
+        "filtered": rl_losses(make, folder / "filtered"),
+        "pretrain": pretrain_losses(make, folder / "pretrain"),
+    }
     return [f"{name} {step} {loss!r} {norm!r}" for name, pairs in series.items() for step, (loss, norm) in enumerate(pairs, 1)]
 
 
@@ -77,7 +82,7 @@ def test_losses_are_the_golden_ones(make, tmp_path):
     first, second = measure(make, tmp_path / "a"), measure(make, tmp_path / "b")
     assert first == second, "equal input gives equal digits"
     golden = parse(FILE.read_text().splitlines())
-    assert len(golden) == 2 * STEPS
+    assert len(golden) == 3 * STEPS
     for key, numbers in parse(first).items():
         assert numbers == pytest.approx(golden[key], rel=1e-4, abs=1e-8), key
 

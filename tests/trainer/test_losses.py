@@ -11,6 +11,7 @@ import torch
 
 from etude.errors import EtudeError
 from etude.inference import naive, sampler
+from etude.model.config import RouteFilter
 from etude.records import StopReason
 from etude.trainer.config import RLConfig
 from etude.trainer.losses import Divergence, TargetLogProb, ce_loss, load_entropy, log_probs, require_finite, rl_loss, score, targets
@@ -19,7 +20,7 @@ from etude.trainer.pack import Normalisers, Sample, document_sample, pack, sampl
 PLAIN = RLConfig(kl=0.0)
 
 
-def gradients(model, rows, config=PLAIN, *, reference=None, replay=False):
+def gradients(model, rows, config=PLAIN, *, reference=None, replay=None):
     """Flat gradient of the rl stream over all rows."""
     model.zero_grad(set_to_none=True)
     for row in rows:
@@ -246,13 +247,13 @@ def test_replayed_routes_are_used_and_give_the_router_gradient(make):
     (row,) = pack(samples, 4096, float, normalisers)
     where_M = targets(row)
     with torch.no_grad():
-        own, replayed = score(model, row, where_M), score(model, row, where_M, replay=True)
+        own, replayed = score(model, row, where_M), score(model, row, where_M, replay=RouteFilter())
         assert torch.equal(own.logp_M, replayed.logp_M)
         assert torch.equal(torch.tensor(row.routes_NLK), replayed.routes_NLK)
         flipped = row.replace(routes_NLK=((row.routes_NLK.astype(int) + 2) % 4).astype(np.uint8))
-        assert not torch.allclose(score(model, flipped, where_M, replay=True).logp_M, own.logp_M)
+        assert not torch.allclose(score(model, flipped, where_M, replay=RouteFilter()).logp_M, own.logp_M)
         assert torch.equal(score(model, flipped, where_M).logp_M, own.logp_M), "without replay the router decides"
-    gradients(model, [flipped], replay=True)
+    gradients(model, [flipped], replay=RouteFilter())
     routers = [p.grad for n, p in model.named_parameters() if n.endswith("mlp.gate.weight")]
     assert len(routers) == 2
     assert all(float(g.abs().sum()) > 0 for g in routers)

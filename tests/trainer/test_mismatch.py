@@ -12,6 +12,7 @@ import torch
 
 from etude.config import apply_overrides, build
 from etude.errors import ConfigError
+from etude.model.config import RouteFilter
 from etude.records import Version
 from etude.trainer.alarms import RULES, alarms
 from etude.trainer.config import AlarmConfig, RLConfig
@@ -234,7 +235,7 @@ def test_identical_weights_mismatch(make, kind, numerics):
     gathered = []
     for row in pack(samples, 100, float, normalisers):
         where_M = targets(row)
-        gathered.append(rl_loss(score(model, row, where_M, replay=kind == "moe"), row, where_M, None, config)[1])
+        gathered.append(rl_loss(score(model, row, where_M, replay=RouteFilter() if kind == "moe" else None), row, where_M, None, config)[1])
     out = report(gathered, now.ordinal)
     assert out["fresh_share"] == 1.0
     assert out["engine_dlogp_max"] == out["dlogp_max"] < 1e-4

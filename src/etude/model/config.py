@@ -22,6 +22,35 @@ Family = Literal["llama", "qwen2_moe", "qwen3", "qwen3_moe", "deepseek_v3"]
 """Architecture on disk. It also says what no number does: see the properties at the end of ModelConfig."""
 
 
+RouteRule = Literal["none", "ratio", "margin", "rank"]
+"""Which recorded experts a router takes for plausible; see `RouteFilter`."""
+
+
+@config
+class RouteFilter:
+    """When a recorded expert e is replayed (facts M29), against the router's own K choices for that token.
+
+    none: always. ratio: gate of e >= alpha * the smallest gate of the K. margin: score of e >= the smallest score of the K - margin.
+    rank: fewer than `slack` of the experts that the router did not choose score higher (e is among its first K + slack).
+
+    Gates are softmax probabilities or sigmoids. Scores are what the router chooses by: the same, plus the bias of a sigmoid router,
+    which can be negative and so bounds no ratio. An expert in a group that the router left out is judged by its own score all the
+    same: a near tie between two groups flips all of a token's experts at once. Every rule passes what the router itself would choose.
+    """
+
+    rule: RouteRule = "none"
+    alpha: float = 0.5
+    margin: float = 0.05
+    slack: int = 2
+    """Reasons for these numbers stand beside the trainer's fields of the same names."""
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.alpha <= 1:
+            raise ConfigError(f"alpha of the route filter is {self.alpha}; it should be between 0 and 1, or the router's own choices fail")
+        if not self.margin >= 0 or self.slack < 0:
+            raise ConfigError(f"margin and slack of the route filter must not be negative, got {self.margin} and {self.slack}")
+
+
 @config
 class RopeScaling:
     """How rotary frequencies are stretched beyond the context a model was pretrained on (rope.py has the formulas)."""

@@ -5,8 +5,11 @@
 
 Choices: the K largest router logits, ties to the lower expert, best first; the order is part of a route, since it is
 the order in which outputs are added. Replay (facts M29): the recorded experts are used, their gates are recomputed
-from this router, so gradients reach it; a row marked absent keeps the router's own choice. With `norm_topk` the gates
-are renormalised over the experts used, recorded or not.
+from this router, so gradients reach it; a row marked absent keeps the router's own choice. A filter (`RouteFilter`)
+may refuse recorded experts that this router finds implausible: each gives its place in the route to the best of the
+router's own candidates that is not in the route yet. Gates are made over the final set exactly as without replay:
+gathered from all experts' scores, divided by their sum over the final set with `norm_topk` and left alone without
+it, then multiplied with `route_scale`.
 
 Sigmoid routers (DeepSeek-V3, arXiv 2412.19437): the gates are sigmoids. The choice is made by gate plus a bias that has no
 gradient, among the groups of experts whose two best sum highest.
@@ -27,7 +30,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from etude.model.config import ModelConfig
+from etude.model.config import ModelConfig, RouteFilter
 from etude.model.linear import MLP, ROWS, Linear, matmul, padded_rows, round_up, sigmoid_column
 
 BATCHED_WASTE = 2.0
@@ -42,12 +45,23 @@ SMALLEST = 1e-20
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
+class Replay:
+    """Recorded experts of a layer's tokens, -1 in every place of a row that was not recorded, and which of them to believe."""
+
+    experts_NK: Tensor
+    filter: RouteFilter
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
 class Routing:
     """What a layer's router did, padding rows included."""
 
     experts_NK: Tensor
     gates_NK: Tensor
     probs_NE: Tensor
+    replay_3: Tensor | None = None
+    """int64 counts under replay: places of a route that were recorded, those whose expert this router would not have chosen, those
+    that the filter refused."""
 
 
 class Router(nn.Module):
@@ -63,35 +77,47 @@ class Router(nn.Module):
             self.e_score_correction_bias = nn.Parameter(torch.empty(config.experts, dtype=torch.float32), requires_grad=False)
         self.sigmoid = config.sigmoid_router
 
-    def forward(self, x_NI: Tensor, replay_NK: Tensor | None) -> Routing:
+    def forward(self, x_NI: Tensor, replay: Replay | None) -> Routing:
         logits_NE = F.linear(x_NI.float(), self.weight.float())
         if self.sigmoid:
-            return self._sigmoid(logits_NE.sigmoid(), replay_NK)
-        experts_NK = self._chosen(logits_NE.detach(), replay_NK)
+            return self._sigmoid(logits_NE.sigmoid(), replay)
         probs_NE = logits_NE.softmax(-1)
+        own_NE = best(logits_NE.detach())
+        experts_NK, replay_3 = self._chosen(own_NE, probs_NE.detach(), probs_NE.detach(), replay)
         gates_NK = probs_NE.gather(1, experts_NK)
         if self.normalise:
             gates_NK = gates_NK / gates_NK.sum(-1, keepdim=True)
-        return Routing(experts_NK=experts_NK, gates_NK=gates_NK, probs_NE=probs_NE)
+        return Routing(experts_NK=experts_NK, gates_NK=gates_NK, probs_NE=probs_NE, replay_3=replay_3)
 
-    def _sigmoid(self, scores_NE: Tensor, replay_NK: Tensor | None) -> Routing:
-        """Shares of the summed scores stand for probabilities in the load-balancing loss."""
-        experts_NK = self._chosen(self._in_best_groups(scores_NE.detach() + self.e_score_correction_bias.float()), replay_NK)
-        gates_NK = scores_NE.gather(1, experts_NK)
+    def _sigmoid(self, gates_NE: Tensor, replay: Replay | None) -> Routing:
+        """Shares of the summed gates stand for probabilities in the load-balancing loss."""
+        scores_NE = gates_NE.detach() + self.e_score_correction_bias.float()
+        own_NE = best(self._in_best_groups(scores_NE))
+        experts_NK, replay_3 = self._chosen(own_NE, gates_NE.detach(), scores_NE, replay)
+        gates_NK = gates_NE.gather(1, experts_NK)
         if self.normalise:
             gates_NK = gates_NK / (gates_NK.sum(-1, keepdim=True) + SMALLEST)
-        return Routing(experts_NK=experts_NK, gates_NK=gates_NK * self.scale, probs_NE=scores_NE / scores_NE.sum(-1, keepdim=True))
+        probs_NE = gates_NE / gates_NE.sum(-1, keepdim=True)
+        return Routing(experts_NK=experts_NK, gates_NK=gates_NK * self.scale, probs_NE=probs_NE, replay_3=replay_3)
 
-    def _chosen(self, order_NE: Tensor, replay_NK: Tensor | None) -> Tensor:
-        experts_NK = best(order_NE, self.per_token)
-        return experts_NK if replay_NK is None else torch.where(replay_NK < 0, experts_NK, replay_NK)
+    def _chosen(self, own_NE: Tensor, gates_NE: Tensor, scores_NE: Tensor, replay: Replay | None) -> tuple[Tensor, Tensor | None]:
+        """The experts used, and the counts of `Routing.replay_3`. `own_NE` is the router's order of experts, best first."""
+        own_NK = own_NE[:, : self.per_token]
+        if replay is None:
+            return own_NK, None
+        recorded_NK = replay.experts_NK >= 0
+        kept_NK = torch.where(recorded_NK, replay.experts_NK, own_NK)
+        refused_NK = recorded_NK & ~plausible(kept_NK, own_NK, gates_NE, scores_NE, replay.filter)
+        changed_NK = recorded_NK & ~among(kept_NK, own_NK)
+        counts_3 = torch.stack([mask_NK.sum() for mask_NK in (recorded_NK, changed_NK, refused_NK)])
+        return replaced(kept_NK, refused_NK, own_NE), counts_3
 
     def _in_best_groups(self, order_NE: Tensor) -> Tensor:
         """The order with experts of other groups behind all that may be chosen."""
         if self.groups == 1:
             return order_NE
         order_NGE = order_NE.unflatten(1, (self.groups, -1))
-        kept_NG = best(order_NGE.topk(2, -1).values.sum(-1), self.groups_kept)
+        kept_NG = best(order_NGE.topk(2, -1).values.sum(-1))[:, : self.groups_kept]
         hidden_NG = torch.ones(order_NGE.shape[:2], dtype=torch.bool, device=order_NE.device).scatter_(1, kept_NG, False)
         return order_NGE.masked_fill(hidden_NG.unsqueeze(-1), -torch.inf).flatten(1)
 
@@ -106,9 +132,40 @@ class Router(nn.Module):
         return self
 
 
-def best(order_NE: Tensor, count: int) -> Tensor:
-    """The largest of each row, best first, ties to the lower index."""
-    return torch.sort(order_NE, dim=-1, descending=True, stable=True).indices[:, :count]
+def best(order_NE: Tensor) -> Tensor:
+    """Indices of each row from the largest to the smallest value, ties to the lower index."""
+    return torch.sort(order_NE, dim=-1, descending=True, stable=True).indices
+
+
+def among(experts_NK: Tensor, others_NK: Tensor) -> Tensor:
+    """Which of the experts of a row are in the other row."""
+    return (experts_NK.unsqueeze(2) == others_NK.unsqueeze(1)).any(2)
+
+
+def plausible(experts_NK: Tensor, own_NK: Tensor, gates_NE: Tensor, scores_NE: Tensor, filter: RouteFilter) -> Tensor:
+    """Which of the experts pass the filter, given the router's own choice; see `RouteFilter` for gates and scores."""
+    if filter.rule == "ratio":
+        return gates_NE.gather(1, experts_NK) >= filter.alpha * gates_NE.gather(1, own_NK).amin(1, keepdim=True)
+    if filter.rule == "margin":
+        return scores_NE.gather(1, experts_NK) >= scores_NE.gather(1, own_NK)[:, -1:] - filter.margin
+    if filter.rule == "rank":
+        own_place_NK = among(experts_NK, own_NK)
+        places = min(filter.slack, scores_NE.shape[1] - own_NK.shape[1])
+        if places == 0:
+            return own_place_NK
+        last_N1 = scores_NE.scatter(1, own_NK, -torch.inf).topk(places).values[:, -1:]
+        return own_place_NK | (scores_NE.gather(1, experts_NK) >= last_N1)
+    return torch.ones_like(experts_NK, dtype=torch.bool)
+
+
+def replaced(experts_NK: Tensor, refused_NK: Tensor, own_NE: Tensor) -> Tensor:
+    """The experts with each refused one's place given to the best of the router's order that is not among the others."""
+    taken_NE = torch.zeros_like(own_NE, dtype=torch.bool).scatter(1, experts_NK, ~refused_NK)
+    own_NJ = own_NE[:, : 2 * experts_NK.shape[1]]  # K to take and at most K in the way
+    free_NJ = (~taken_NE).gather(1, own_NJ)
+    nth_NJ = torch.where(free_NJ, free_NJ.cumsum(1), 0)
+    at_NK = (nth_NJ.unsqueeze(1) == refused_NK.cumsum(1).unsqueeze(2)).int().argmax(2)  # the nth refused takes the nth free
+    return torch.where(refused_NK, own_NJ.gather(1, at_NK), experts_NK)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -199,8 +256,8 @@ class MoE(nn.Module):
         self.count = config.experts
         self.invariant = invariant
 
-    def forward(self, x_NI: Tensor, replay_NK: Tensor | None) -> tuple[Tensor, Routing]:
-        routing = self.gate(x_NI, replay_NK)
+    def forward(self, x_NI: Tensor, replay: Replay | None) -> tuple[Tensor, Routing]:
+        routing = self.gate(x_NI, replay)
         dispatch = Dispatch.of(routing.experts_NK, self.count, invariant=self.invariant)
         outputs_NKI = self.experts(x_NI, dispatch).unflatten(0, routing.experts_NK.shape)
         total_NI = self._shared(x_NI)

@@ -25,12 +25,12 @@ from torch import Tensor, nn
 from etude.errors import UserError
 from etude.model.attention import Attention, Layout
 from etude.model.cache import PagedCache, Plan
-from etude.model.config import ModelConfig, Numerics
+from etude.model.config import ModelConfig, Numerics, RouteFilter
 from etude.model.latent import LatentAttention
 from etude.model.linear import MLP, Linear, RMSNorm, matmul, pad_rows, padded_rows
-from etude.model.moe import MoE, Routing, balance
+from etude.model.moe import MoE, Replay, Routing, balance
 from etude.model.rope import Rope, Turn
-from etude.records import seed_for
+from etude.records import ABSENT_ROUTE, seed_for
 
 INIT_STD = 0.02
 KEPT = ("e_score_correction_bias",)
@@ -53,6 +53,8 @@ class Output:
     """Load-balancing loss, mean over layers, 1 when balanced, not multiplied by config.balance_weight; 0 in a dense model."""
     load_LE: Tensor | None
     """int64 tokens each expert got; None in a dense model."""
+    replay_L3: Tensor | None = None
+    """`Routing.replay_3` of each layer with experts; None without recorded routes."""
 
 
 class Block(nn.Module):
@@ -68,13 +70,13 @@ class Block(nn.Module):
         self.mlp = MoE(config, invariant=invariant) if routed else MLP(config.hidden, config.intermediate, invariant=invariant)
 
     def forward(
-        self, x_NI: Tensor, turn: Turn, plan: Plan, layout: Layout, cache: PagedCache, replay_NK: Tensor | None
+        self, x_NI: Tensor, turn: Turn, plan: Plan, layout: Layout, cache: PagedCache, replay: Replay | None
     ) -> tuple[Tensor, Routing | None]:
         x_NI = x_NI + self.self_attn(self.input_layernorm(x_NI), turn, plan, layout, cache)
         h_NI = self.post_attention_layernorm(x_NI)
         if isinstance(self.mlp, MLP):
             return x_NI + self.mlp(h_NI), None
-        y_NI, routing = self.mlp(h_NI, replay_NK)
+        y_NI, routing = self.mlp(h_NI, replay)
         return x_NI + y_NI, routing
 
 
@@ -103,19 +105,22 @@ class Decoder(nn.Module):
     def device(self) -> torch.device:
         return self.norm.weight.device
 
-    def forward(self, ids_N: Tensor, plan: Plan, cache: PagedCache, *, routes_NLK: Tensor | None = None) -> Output:
-        """Hidden states of the new tokens; their keys and values go into the cache."""
+    def forward(
+        self, ids_N: Tensor, plan: Plan, cache: PagedCache, *, routes_NLK: Tensor | None = None, route_filter: RouteFilter = RouteFilter()
+    ) -> Output:
+        """Hidden states of the new tokens; their keys and values go into the cache. Recorded routes that pass the filter are used."""
         self._check(ids_N, plan)
         n = ids_N.shape[0]
         rows = padded_rows(n, invariant=self.numerics == "invariant", device=ids_N.device)
         layout = Layout.of(plan, cache, self.config, invariant=self.numerics == "invariant")
         turn = self._rope.at(pad_rows(plan.positions_N, rows), max(plan.lengths_S))
-        replay_LNK = self._replay(routes_NLK, n, rows)
+        recorded_LNK = self._recorded(routes_NLK, n, rows)
         x_NI = self.embed_tokens(pad_rows(ids_N, rows))
         routings = []
         for layer, block in enumerate(self.layers):
             at = layer - self.config.dense_layers
-            x_NI, routing = block(x_NI, turn, plan, layout, cache, None if replay_LNK is None or at < 0 else replay_LNK[at])
+            replay = None if recorded_LNK is None or at < 0 else Replay(experts_NK=recorded_LNK[at], filter=route_filter)
+            x_NI, routing = block(x_NI, turn, plan, layout, cache, replay)
             if routing is not None:
                 routings.append(routing)
         hidden_ND = self.norm(x_NI)[:n]
@@ -136,18 +141,23 @@ class Decoder(nn.Module):
         if longest > self.config.max_positions:
             raise UserError(f"a context of {longest} tokens exceeds max_positions = {self.config.max_positions} of this model; shorten it")
 
-    def _replay(self, routes_NLK: Tensor | None, n: int, rows: int) -> Tensor | None:
-        """Recorded routes as int64 [L, N, K], -1 in every row that was not recorded."""
+    def _recorded(self, routes_NLK: Tensor | None, n: int, rows: int) -> Tensor | None:
+        """Recorded routes as int64 [L, N, K], -1 in every row that was not recorded. What marks such a row is no expert of any model
+        that records in this type, so a mark that is not understood is refused, never replayed."""
         if routes_NLK is None or not self.config.moe:
             return None
         expected = (n, self.config.moe_layers, self.config.experts_per_token)
         if tuple(routes_NLK.shape) != expected:
             raise UserError(f"recorded routes have the shape {tuple(routes_NLK.shape)}; this model and these tokens need {expected}")
+        if routes_NLK.dtype == torch.uint8 and self.config.absent_route > ABSENT_ROUTE:
+            raise UserError(f"recorded routes are uint8, where {ABSENT_ROUTE} means absent; {self.config.experts} experts need uint16")
         routes = routes_NLK.to(torch.int64)
         absent = (routes == self.config.absent_route).any(-1, keepdim=True)
         routes = routes.masked_fill(absent, -1)
         if int(routes.max()) >= self.config.experts or int(routes.min()) < -1:
             raise UserError(f"a recorded route names expert {int(routes.max())}; this model has {self.config.experts}")
+        if bool(((routes.sort(-1).values.diff(dim=-1) == 0) & ~absent).any()):
+            raise UserError("a recorded route names an expert twice; routes of another model, or damaged ones")
         padding = routes.new_full((rows - n, *expected[1:]), -1)
         return torch.cat((routes, padding)).transpose(0, 1)
 
@@ -155,7 +165,14 @@ class Decoder(nn.Module):
         experts_LNK = torch.stack([r.experts_NK[:n] for r in routings])
         loss, load_LE = balance(torch.stack([r.probs_NE[:n] for r in routings]), experts_LNK)
         narrow = torch.uint8 if self.config.experts <= 255 else torch.uint16
-        return Output(hidden_ND=hidden_ND, routes_NLK=experts_LNK.transpose(0, 1).to(narrow), balance=loss, load_LE=load_LE)
+        counts = [r.replay_3 for r in routings if r.replay_3 is not None]
+        return Output(
+            hidden_ND=hidden_ND,
+            routes_NLK=experts_LNK.transpose(0, 1).to(narrow),
+            balance=loss,
+            load_LE=load_LE,
+            replay_L3=torch.stack(counts) if counts else None,
+        )
 
     @torch.no_grad()
     def init_weights(self, seed: int) -> None:

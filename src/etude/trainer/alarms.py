@@ -15,7 +15,7 @@ from etude.trainer.config import AlarmConfig
 OFF_POLICY = "lower loop.max_staleness or the learning rate, or choose a correction with tighter bounds (docs/corrections.md)"
 ENGINE = (
     "engine and trainer disagree on tokens of equal weights: set the same numerics for both, replay routes (mixture of experts), and if "
-    "weights are swapped in flight, try engine.cache_policy = recompute"
+    "weights are swapped in flight, try engine.cache_policy = recompute; `etude debug mismatch RUN STEP` says where they part"
 )
 
 

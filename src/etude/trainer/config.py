@@ -11,7 +11,7 @@ from typing import Literal
 
 from etude.config import config, live
 from etude.errors import ConfigError
-from etude.model.config import ModelConfig, Numerics
+from etude.model.config import ModelConfig, Numerics, RouteFilter, RouteRule
 from etude.optim.config import OptimConfig
 from etude.optim.schedules import ScheduleConfig
 
@@ -90,6 +90,15 @@ class RLConfig:
     """Weight of the experts' load-balancing loss; 0 because replayed routes leave little to balance within a stage."""
     router_replay: bool = True
     """Mixture of experts: run the trainer's forward with the experts the engine used."""
+    route_filter: RouteRule = "ratio"
+    """Which recorded experts are replayed: all (none), or those the trainer's router finds plausible by ratio, margin or rank (see
+    `RouteFilter`); it replaces the others by its own next best. Only routes of older weights differ enough to fail (docs/log.md)."""
+    route_alpha: float = live(0.5)
+    """ratio: gate at least this share of the smallest one the router would choose. Half lets every near tie pass."""
+    route_margin: float = live(0.05)
+    """margin: score at most this much below that of the last expert the router would choose."""
+    route_slack: int = live(2)
+    """rank: at most this many places behind the router's last choice."""
     skip_silent: bool = True
     """Leave groups whose rewards are all equal out of the forward when neither KL nor balance needs them; the gradient is the same."""
     row_tokens: int = 4096
@@ -117,6 +126,11 @@ class RLConfig:
             raise ConfigError(f"0 < gspo_low < 1, 0 < cispo_low <= 1 and positive upper sides are needed, got {found}")
         if self.loss_constant <= 0 or self.row_tokens < 1:
             raise ConfigError(f"loss_constant and row_tokens must be positive, got {self.loss_constant}, {self.row_tokens}")
+        self.plausible()
+
+    def plausible(self) -> RouteFilter:
+        """The filter of replayed routes."""
+        return RouteFilter(rule=self.route_filter, alpha=self.route_alpha, margin=self.route_margin, slack=self.route_slack)
 
 
 @config

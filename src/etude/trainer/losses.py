@@ -20,6 +20,7 @@ from torch.utils.checkpoint import checkpoint
 
 from etude.errors import EtudeError
 from etude.model.cache import PagedCache, Plan, blocks_for
+from etude.model.config import RouteFilter
 from etude.model.transformer import Decoder
 from etude.records import Batch
 from etude.trainer.config import RLConfig
@@ -45,6 +46,8 @@ class Scores:
     load_LE: Tensor | None
     routes_NLK: Tensor | None
     """Experts each token of the row went to."""
+    replay_L3: Tensor | None = None
+    """`Routing.replay_3` of each layer, when recorded routes were replayed."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -66,9 +69,12 @@ def targets(batch: Batch) -> np.ndarray:
     return np.flatnonzero((batch.rl_weight_N != 0) | (batch.hint_weight_N != 0) | (batch.ce_weight_N != 0))
 
 
-def score(model: Decoder, batch: Batch, where_M: np.ndarray, *, replay: bool = False, exact: bool = True, block_size: int = 16) -> Scores:
+def score(
+    model: Decoder, batch: Batch, where_M: np.ndarray, *, replay: RouteFilter | None = None, exact: bool = True, block_size: int = 16
+) -> Scores:
     """Forward over a row; log-probs of the tokens at `where_M` given what stands before them in their sequence.
 
+    With `replay` the row's recorded routes that pass that filter are used; tokens without a record are routed freely.
     `exact` takes the engine's own operations from logits to log-probs. Pretraining has no engine to agree with: without it the
     softmax is fused and float32 (8,192 rows of 1,024 logits: 0.02 s instead of 0.3 s on one core).
     """
@@ -77,11 +83,19 @@ def score(model: Decoder, batch: Batch, where_M: np.ndarray, *, replay: bool = F
     lengths = [end - start for start, end in batch.bounds]
     ids_N = torch.tensor(batch.ids_N.astype(np.int64), device=device)
     routes_NLK = torch.tensor(batch.routes_NLK, device=device) if replay and batch.routes_NLK is not None else None
+    route_filter = replay or RouteFilter()
     cache = PagedCache(model.config, blocks_for(lengths, block_size), block_size, parameter.dtype, device, functional=True)
-    output = model(ids_N, Plan.packed(lengths, block_size, device), cache, routes_NLK=routes_NLK)
+    output = model(ids_N, Plan.packed(lengths, block_size, device), cache, routes_NLK=routes_NLK, route_filter=route_filter)
     index_M = torch.tensor(where_M, device=device)
     logp_M, entropy_M = log_probs(model, output.hidden_ND.index_select(0, index_M - 1), ids_N[index_M], exact=exact)
-    return Scores(logp_M=logp_M, entropy_M=entropy_M, balance=output.balance, load_LE=output.load_LE, routes_NLK=output.routes_NLK)
+    return Scores(
+        logp_M=logp_M,
+        entropy_M=entropy_M,
+        balance=output.balance,
+        load_LE=output.load_LE,
+        routes_NLK=output.routes_NLK,
+        replay_L3=output.replay_L3,
+    )
 
 
 def log_probs(
@@ -182,6 +196,13 @@ def load_entropy(load_LE: Tensor) -> float:
     share_LE = load_LE.double() / load_LE.sum(-1, keepdim=True).clamp(min=1)
     entropy_L = -torch.xlogy(share_LE, share_LE).sum(-1)
     return float(entropy_L.mean() / np.log(max(load_LE.shape[-1], 2)))
+
+
+def replay_shares(replay_L3: Tensor, places: int) -> dict[str, float]:
+    """Metrics of router replay, from the summed counts of the rows and the places of all their routes."""
+    recorded, changed, refused = replay_L3.sum(0).tolist()
+    shares = {"route_recorded": recorded / max(places, 1)}
+    return shares | {"route_changed": changed / max(recorded, 1), "route_replaced": refused / max(recorded, 1)}
 
 
 def require_finite(name: str, value: float, where: str) -> None:

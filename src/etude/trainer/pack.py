@@ -27,7 +27,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from etude.errors import ConfigError
+from etude.errors import ConfigError, RecordError
 from etude.records import ABSENT_ROUTE, ABSENT_ROUTE_16, Batch, Group, Segment, Trajectory, Version
 from etude.trainer.advantage import advantages, overlong, silent
 from etude.trainer.config import RLConfig
@@ -228,6 +228,9 @@ def _routes(members: Sequence[Sample]) -> np.ndarray | None:
     known = next((s.routes_TLK for s in members if s.routes_TLK is not None), None)
     if known is None:
         return None
+    kinds = {s.routes_TLK.dtype for s in members if s.routes_TLK is not None}
+    if len(kinds) > 1:
+        raise RecordError(f"recorded routes of one step are {' and '.join(sorted(map(str, kinds)))}; those of one model have one type")
     absent = ABSENT_ROUTE if known.dtype == np.uint8 else ABSENT_ROUTE_16
     shape = known.shape[1:]
     return np.concatenate([s.routes_TLK if s.routes_TLK is not None else np.full((len(s), *shape), absent, known.dtype) for s in members])

@@ -39,7 +39,7 @@ from etude.trainer.alarms import alarms
 from etude.trainer.checkpoint import read_state, restore_tensors, save_checkpoint
 from etude.trainer.config import RLConfig
 from etude.trainer.flops import TRAIN_FACTOR, forward_flops
-from etude.trainer.losses import TokenStats, load_entropy, require_finite, rl_loss, score, targets
+from etude.trainer.losses import TokenStats, load_entropy, replay_shares, require_finite, rl_loss, score, targets
 from etude.trainer.pack import pack, samples_from_groups
 
 T = TypeVar("T")
@@ -184,12 +184,14 @@ class RLTrainer:
         config, model = self.config, self.policy.model
         total = max(sum(len(r.ids_N) for r in rows), 1)
         stats: list[TokenStats] = []
+        replay = config.plausible() if config.router_replay and model.config.moe else None
         loss_sum, balance_sum, load_LE = 0.0, 0.0, None
+        replay_L3 = torch.zeros(model.config.moe_layers, 3, dtype=torch.int64, device=config.device)
         for index, row in enumerate(rows):
             where_M = targets(row)
             reference_M = self._reference_logp(row, where_M) if config.kl > 0 else None
             clock.lap("reference")
-            scores = score(model, row, where_M, replay=config.router_replay and model.config.moe)
+            scores = score(model, row, where_M, replay=replay)
             loss, row_stats = rl_loss(scores, row, where_M, reference_M, config)
             share = len(row.ids_N) / total
             if config.balance:
@@ -206,9 +208,13 @@ class RLTrainer:
             balance_sum += share * scores.balance.item()
             if scores.load_LE is not None:
                 load_LE = scores.load_LE if load_LE is None else load_LE + scores.load_LE
+            if scores.replay_L3 is not None:
+                replay_L3 += scores.replay_L3
         metrics = {"loss": loss_sum, **mismatch.report(stats, self._version.ordinal)}
         if load_LE is not None:
             metrics |= {"balance": balance_sum, "load_entropy": load_entropy(load_LE)}
+        if replay is not None:
+            metrics |= replay_shares(replay_L3, total * model.config.moe_layers * model.config.experts_per_token)
         return metrics
 
     @torch.no_grad()
