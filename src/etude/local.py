@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import dataclasses
 import inspect
 import itertools
 import os
@@ -31,7 +30,7 @@ from pathlib import Path
 from typing import Any
 
 from etude.errors import DeadlineError, InfraError, IntegrityError
-from etude.parts import Run, RunConfig, make_engine, make_trainer, model_folder, revisions
+from etude.parts import Run, RunConfig, make_engine, make_trainer, model_folder, revisions, trainer_of
 from etude.protocols import Engine, Trainer
 from etude.rollout import checkpoint
 from etude.sandbox.open import open_host
@@ -201,7 +200,7 @@ async def open_run(
 async def _start_pair(config: RunConfig, folder: Path, resume: Path | None, lineage: int, started: list[Any]) -> tuple[Trainer, Engine]:
     """Trainer and engine, here or in processes of their own; both at once where the engine needs nothing of the trainer."""
     model = str(model_folder(config.model))
-    trainer_config = dataclasses.replace(config.trainer, numerics=config.numerics)
+    trainer_config = trainer_of(config)
     data = (f"katas, seed {config.tasks.seed}",)
     train = {"folder": model, "trainer": trainer_config, "store": str(folder / "weights"), "data": data}
     serve = {"folder": str(resume / "model") if resume else model, "engine": config.engine, "numerics": config.numerics, "version": None}

@@ -98,6 +98,13 @@ class RunConfig:
                 object.__setattr__(self, name, value)
 
 
+def trainer_of(config: RunConfig) -> RLConfig:
+    """The trainer's config with what the run settles: numerics, and how long a schedule that ends is."""
+    ends = config.trainer.schedule.kind != "constant"
+    steps = config.trainer.schedule_steps or (config.loop.steps if ends else 0)
+    return dataclasses.replace(config.trainer, numerics=config.numerics, schedule_steps=steps)
+
+
 # ---------------------------------------------------------------------------------------------------
 # The heavy parts. These functions import torch, and run in the process that needs it.
 

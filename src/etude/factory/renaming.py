@@ -8,33 +8,17 @@ that tests compare with and constants that follow from others, which nobody comp
 
 from __future__ import annotations
 
-import builtins
-import keyword
 import random
 import re
 from collections.abc import Callable, Mapping, Set
 
-from etude.tasks.katas.family import ARGUMENTS, ATTRIBUTES, LOCALS, MODULES, NOUNS, PACKAGES, literal
+from etude.tasks.katas.family import literal
+from etude.tasks.katas.names import RESERVED, word
 from etude.tasks.katas.package import FAMILIES, Package
 
-
-def _pieces(text: str) -> tuple[str, ...]:
-    return tuple(text.split())
-
-
-_ONSETS = _pieces("b c d f g h j k l m n p qu r s t v w y z bl br ch cl cr dr fl fr gl gr ph pl pr sc sh sk sl sm sn sp st str sw th tr wh")
-_VOWELS = _pieces("a e i o u a e i o u ai au ea ee ei ie oa oo ou ui")
-_CODAS = _pieces("b ck d dge ft g ght l ld ll lt m mp n nd ng nt p r rk rm rn rt s se sh ss st t te th tle ve x ze y")
 _NUMBER = re.compile(r"(?<![\w\\])(?<!\d\.)[1-9]\d(?!\w|\.\d)")
 """A whole number of two digits that stands alone."""
 MARK_CHARACTERS = "-_.*+~#=:/|@%&!^<>?;,"
-RESERVED = (
-    {*keyword.kwlist, *dir(builtins), "self"}
-    | {name for names in LOCALS.values() for name in names}
-    | {name for pools in ARGUMENTS.values() for name in pools["held"]}
-    | {name for pools in (ATTRIBUTES, PACKAGES, MODULES, NOUNS) for name in pools["held"]}
-)
-"""No made-up name is one of these: Python's words, locals of bodies, names of evaluation tasks."""
 COMMON_WORDS = tuple(
     sorted(
         {word for family in FAMILIES.values() for doc in family.docs for word in re.findall(r"(?<![$\w'])[a-z]{3,}(?![\w'])", doc)}
@@ -52,16 +36,6 @@ HELD_TEXTS = frozenset(
 """What evaluation tasks have for text constants; nothing made up may be one of these."""
 
 
-def word(rng: random.Random) -> str:
-    """A made-up word of one to three syllables, such as "tazone" or "strampse". Clusters of letters matter: a policy copies only
-    sequences of tokens that are like those it has copied."""
-    count = rng.choice((1, 2, 2, 2, 3))
-    return "".join(
-        rng.choice(_ONSETS) + rng.choice(_VOWELS) + (rng.choice(_CODAS) if rng.random() < (0.9 if last else 0.3) else "")
-        for last in (i == count - 1 for i in range(count))
-    ) + rng.choice(("", "", "", "s"))
-
-
 def renaming(package: Package, rng: random.Random, *, inside: float = 0.0) -> Callable[[str], str]:
     """A function that renames a text of this package; with probability `inside` each, arguments, numbers, and classes
     with text constants too.
@@ -73,8 +47,7 @@ def renaming(package: Package, rng: random.Random, *, inside: float = 0.0) -> Ca
     taken: set[str] = set()
 
     def fresh() -> str:
-        while (made := word(rng)) in taken or made in RESERVED or len(made) < 3:
-            continue
+        made = word(rng, taken)
         taken.add(made)
         return made
 

@@ -52,7 +52,9 @@ class RLConfig:
     lr: float = live(1e-4)
     """Peak step size. Tiny models take 1e-4 to 3e-4 and collapse at 1e-3 (measured on 1.9 M parameters); large ones 1e-6."""
     schedule: ScheduleConfig = ScheduleConfig()
-    """Constant by default: an RL run has no known end. `warmup` counts steps."""
+    """Constant by default: an RL run has no known end. `warmup` counts steps, or is a share of `schedule_steps`."""
+    schedule_steps: int = 0
+    """Steps that the schedule is laid over; 0 is a run without an end. A run of the loop fills in loop.steps for cosine and wsd."""
     optim: OptimConfig = OptimConfig()
     objective: Correction = "truncated"
     """Off-policy correction by name; equations and sources in `objectives`, advice in docs/corrections.md."""

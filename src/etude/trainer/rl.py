@@ -162,7 +162,7 @@ class RLTrainer:
             metrics = self._gradients(rows, where, clock)
             metrics["grad_norm"] = clip_gradients(self.policy.master, config.optim.clip_norm)
             require_finite("the gradient norm", metrics["grad_norm"], where)
-            lr = config.lr * factor(config.schedule, self.steps + 1)
+            lr = config.lr * factor(config.schedule, self.steps + 1, config.schedule_steps or None)
             if rows and (config.kl > 0 or config.balance > 0 or any(s.advantage != 0.0 for s in samples)):
                 self.optimizer.step(lr)
                 self.policy.round()

@@ -23,6 +23,7 @@ from etude.records import seed_for
 from etude.tasks.katas import calls, checks, lists, numbers, parse, state, tables, text
 from etude.tasks.katas import family as fam
 from etude.tasks.katas.family import Drawn, Family, Gen, Raised, callable_for, fill, indent, literal, outcome
+from etude.tasks.katas.names import Names
 
 VERSION = "1"
 """Part of every seed: raise it when anything here changes what a seed gives."""
@@ -175,15 +176,16 @@ def make_package(
 
 
 def _make(rng: random.Random, seed: int, split: str, part: str, pool: list[str], target: tuple[str, int] | None) -> Package:
-    package = rng.choice(fam.PACKAGES[part])
-    modules = rng.sample(fam.MODULES[part], 3)
+    names = Names(rng, split)
+    package = names.draw(fam.PACKAGES[part])
+    modules = names.sample(fam.MODULES[part], 3, taken={package})
     katas: list[Kata] = []
     drawn: dict[str, tuple[Drawn, Callable[..., Any]]] = {}
     aim: Kata | None = None
     for module, layout in zip(modules, _layout(rng, pool, target), strict=True):
         for name, is_target in layout:
             index = target[1] if is_target and target else rng.randrange(fam.size(FAMILIES[name], part))
-            kata, choice, g = _draw(rng, FAMILIES[name], part, index, package, module, katas, drawn)
+            kata, choice, g = _draw(rng, names, FAMILIES[name], part, index, package, module, katas, drawn)
             katas.append(kata)
             drawn[kata.qualname] = (choice, g)
             aim = kata if is_target else aim
@@ -255,6 +257,7 @@ def _calling_pair(rng: random.Random, pool: list[str], aim: str) -> tuple[str, s
 
 def _draw(
     rng: random.Random,
+    names: Names,
     family: Family,
     part: str,
     index: int,
@@ -264,9 +267,9 @@ def _draw(
     drawn: dict[str, tuple[Drawn, Callable[..., Any]]],
 ) -> tuple[Kata, Drawn, Callable[..., Any]]:
     constants = fam.with_neighbours(fam.decode(family, part, index))
-    words = {k: literal(v) for k, v in constants.items()} | _variables(rng, family, part)
+    words = {k: literal(v) for k, v in constants.items()} | _variables(rng, names, family, part)
     taken = {k.name for k in katas} | set(words.values())
-    name = _function_name(rng, family, part, taken)
+    name = _function_name(rng, names, family, part, taken)
     line = ""
     if family.calls:
         partner = next(k for k in katas if FAMILIES[k.family].sig == family.calls and k.module != module)
@@ -275,7 +278,7 @@ def _draw(
         constants["g"] = drawn[partner.qualname][1]
     class_name = ""
     if family.frame:
-        class_name = rng.choice([c for c in fam.CLASSES[part] if not any(k.qualname.startswith(c + ".") for k in katas)])
+        class_name = names.draw_class(fam.CLASSES[part], {k.qualname.split(".")[0] for k in katas if k.is_method})
         words["C"] = class_name
     choice = Drawn(family=family, index=index, constants=constants, words=words, name=name, class_name=class_name)
     kata = _write(rng, choice, module, f"{package}/{module}.py", line)
@@ -284,21 +287,20 @@ def _draw(
     return _with_cases(kata, visible), choice, right
 
 
-def _variables(rng: random.Random, family: Family, part: str) -> dict[str, str]:
+def _variables(rng: random.Random, names: Names, family: Family, part: str) -> dict[str, str]:
     words: dict[str, str] = {}
     for placeholder, kind in family.args:
-        pool = fam.ARGUMENTS[kind][part]
-        words[placeholder] = rng.choice([w for w in pool if w not in words.values()])
+        words[placeholder] = names.draw(fam.ARGUMENTS[kind][part], words.values())
     for placeholder, pool in fam.LOCALS.items():
         words[placeholder] = rng.choice([w for w in pool if w not in words.values()])
-    words["n"] = rng.choice(fam.ATTRIBUTES[part])
+    words["n"] = names.draw(fam.ATTRIBUTES[part])
     return words
 
 
-def _function_name(rng: random.Random, family: Family, part: str, taken: set[str]) -> str:
+def _function_name(rng: random.Random, names: Names, family: Family, part: str, taken: set[str]) -> str:
     for _ in range(100):
         base = rng.choice(family.names)
-        noun = rng.choice(fam.NOUNS[part])
+        noun = names.draw(fam.NOUNS[part])
         name = base if family.frame or (part == "train" and rng.random() < 0.4) else f"{base}_{noun}"
         if name not in taken:
             return name
