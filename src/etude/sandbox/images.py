@@ -36,6 +36,34 @@ MAX_TOTAL_BYTES = 256 * 2**20
 OPAQUE = "user.overlay.opaque"
 
 
+def remove_tree(root: Path) -> None:
+    """Remove a folder however deep it is; what cannot be removed stays. `shutil.rmtree` recurses, and ends with an error, at a thousand
+    levels; here every folder below a child is first moved up to the root, so that no path grows long."""
+    moved = 0
+    pending = [root]
+    while pending:
+        folder = pending.pop()
+        try:
+            inside = list(os.scandir(folder))
+        except OSError:
+            continue
+        for entry in inside:
+            with contextlib.suppress(OSError):
+                if not entry.is_dir(follow_symlinks=False):
+                    os.unlink(entry.path)
+                elif folder == root:
+                    pending.append(Path(entry.path))
+                else:
+                    moved += 1
+                    target = root / f".removed-{moved}"
+                    os.rename(entry.path, target)
+                    pending.append(target)
+        if folder != root:
+            with contextlib.suppress(OSError):
+                os.rmdir(folder)
+    shutil.rmtree(root, ignore_errors=True)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Diff:
     """What a workspace's layer changed, and what of it is not let out."""

@@ -29,7 +29,7 @@ from etude.errors import DeadlineError, SandboxError, UserError
 from etude.protocols import Change, Limits, Sandbox, SandboxInfo
 from etude.records import Boundary, Level
 from etude.sandbox.channel import Channel, ServedSandbox
-from etude.sandbox.images import Diff, ImageStore
+from etude.sandbox.images import Diff, ImageStore, remove_tree
 
 BOUNDARY = Boundary(
     backend="plain",
@@ -148,7 +148,7 @@ class PlainHost:
         for sandbox in list(self._sandboxes.values()):
             await sandbox.destroy()
         if self._temporary:
-            await asyncio.to_thread(shutil.rmtree, self.root, ignore_errors=True)
+            await asyncio.to_thread(remove_tree, self.root)
 
 
 class PlainSandbox(ServedSandbox):
@@ -235,7 +235,7 @@ class PlainSandbox(ServedSandbox):
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self._process.pid, signal.SIGKILL)
             self._process.wait()
-        shutil.rmtree(self._folder, ignore_errors=True)
+        remove_tree(self._folder)
 
 
 def _site() -> str:
