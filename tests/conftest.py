@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import enum
 import os
+import signal
 import types
 import typing
 from collections.abc import Callable
@@ -22,6 +23,10 @@ from etude.schemas import EVENT_FIELDS
 
 # Threads that wait without spinning: on a busy machine two spinning ones took 530 s where these took 26. Read when torch loads.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+
+# A shell starts background jobs with Ctrl-C ignored, and children inherit that; tests that interrupt a child would wait for ever.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # A slow machine is not a failing test; the same examples every time, so that a red run can be repeated.
 SLOW_IS_FINE = [HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.large_base_example]
