@@ -2,6 +2,7 @@
 
 import os
 import random
+import warnings
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -144,3 +145,13 @@ def random_pieces() -> Callable[[random.Random, list[int]], list[list[tuple[int,
         return forwards
 
     return schedule
+
+
+@pytest.fixture(scope="session")
+def transformers():
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        module = pytest.importorskip("transformers")
+        module.AutoModelForCausalLM  # noqa: B018  its imports warn, here and not later
+    module.logging.disable_progress_bar()
+    return module

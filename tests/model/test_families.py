@@ -2,7 +2,6 @@
 
 import json
 import re
-import warnings
 
 import pytest
 import torch
@@ -85,16 +84,6 @@ CASES = {
          "routed_scaling_factor": 1.0, "n_shared_experts": 1},
     ),
 }  # fmt: skip
-
-
-@pytest.fixture(scope="session")
-def transformers():
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        module = pytest.importorskip("transformers")
-        module.AutoModelForCausalLM  # noqa: B018  its imports warn, here and not later
-    module.logging.disable_progress_bar()
-    return module
 
 
 @pytest.fixture(scope="session", params=CASES)

@@ -1,7 +1,6 @@
 """Folders that `transformers` reads and writes, byte-identical round trips, and what is said about broken ones."""
 
 import json
-import warnings
 
 import pytest
 import torch
@@ -25,16 +24,6 @@ def our_logits(model, ids):
     with torch.inference_mode():
         out = model(ids, Plan.packed([len(ids)]), PagedCache(model.config, blocks_for([len(ids)])))
         return model.logits(out.hidden_ND)
-
-
-@pytest.fixture(scope="session")
-def transformers():
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        module = pytest.importorskip("transformers")
-        module.AutoModelForCausalLM  # noqa: B018  its imports warn, here and not later
-    module.logging.disable_progress_bar()
-    return module
 
 
 def hf_config(transformers, family, tied):
