@@ -5,13 +5,14 @@ from __future__ import annotations
 import asyncio
 import json
 import random
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from etude.agent.loop import AgentConfig, run_agent
 from etude.factory.corpus import CorpusConfig, build_corpus, code_texts, corpus_hash, trace_document
-from etude.factory.experts import Expert, ExpertConfig, RememberedTests, expert_traces
+from etude.factory.experts import Expert, ExpertConfig, RememberedTests, Trace, expert_traces
 from etude.records import Message, ToolError, ToolResult
 from etude.sandbox.open import open_host
 from etude.sandbox.probe import probe
@@ -54,6 +55,40 @@ def test_remembered_tests_change_nothing_and_the_right_traces_solve_the_task() -
             await host.close()
 
     asyncio.run(go())
+
+
+@needs_sandbox
+def test_a_trace_keeps_one_habit_from_its_first_call_to_its_last() -> None:
+    """What a policy can learn to choose: traces that begin with a search test and mend more, and end solved more often."""
+
+    async def go() -> list[Trace]:
+        host = open_host()
+        try:
+            tasks = [make_task(seed, "pretrain") for seed in range(8)]
+            config = ExpertConfig()
+            return [
+                trace
+                for seed, task in enumerate(tasks)
+                for trace in await expert_traces(task, kata_of(task)[1], host, count=25, seed=seed, config=config, agent=AGENT)
+            ]
+        finally:
+            await host.close()
+
+    traces = asyncio.run(go())
+    calls = [[c.name for m in t.messages for c in m.calls] for t in traces]
+    careful = [t for t, names in zip(traces, calls, strict=True) if names[0] == "grep"]
+    hasty = [t for t, names in zip(traces, calls, strict=True) if names[0] != "grep"]
+    assert 0.25 < len(careful) / len(traces) < 0.55
+    assert all("grep" not in names[1:] for names in calls)
+
+    def share(which: list[Trace], holds: Callable[[Trace], bool]) -> float:
+        return sum(map(holds, which)) / len(which)
+
+    def tests(trace: Trace) -> bool:
+        return any(c.name == "run_terminal" for m in trace.messages for c in m.calls)
+
+    assert share(careful, tests) > share(hasty, tests) + 0.3
+    assert share(careful, lambda t: t.solved_by_expert) > share(hasty, lambda t: t.solved_by_expert) + 0.2
 
 
 @needs_sandbox

@@ -1,9 +1,10 @@
 """The training text of the nano policy: generated code, and expert traces played in real sandboxes.
 
-    corpus/  tokenizer/  functions/*.npz  mixed/*.npz  sft/*.npz  heldout/*.npz  corpus.json
+    corpus/  tokenizer/  functions/*.npz  mixed/*.npz  sft/*.npz  habits/*.npz  heldout/*.npz  corpus.json
 
 `functions` holds single functions, half of them as the edit that fills in the body; `mixed` whole modules, test files and traces
-(loss on every token in both); `sft` the traces with loss on what the policy itself says. Most texts have made-up names, and most of
+(loss on every token in both); `sft` the traces with loss on what the policy itself says; `habits` likewise, of further experts
+whose ways are those the policy shall have. Most texts have made-up names, and most of
 those made-up arguments and constants as well. All families occur, the unseen ones too: "unseen" means never met in reinforcement.
 Constants and names of evaluation tasks occur nowhere.
 
@@ -52,8 +53,13 @@ class CorpusConfig:
     """Packages whose functions are read one by one: the densest text there is for learning bodies."""
     function_wrong: float = 0.35
     """Share of those functions that carry a wrong body."""
+    function_mended: float = 0.4
+    """Share of the edits among them that replace a wrong body. To mend, a policy must copy what it wrote: where the corpus seldom
+    asked for that, one wrote the stub as the old text of 259 second edits in 267."""
     packages: int = 6000
     """Packages whose modules are read as plain code."""
+    code_wrong: float = 0.3
+    """Share of their functions that carry a wrong body."""
     test_share: float = 0.25
     """Share of their test files that is read too."""
     vocab_size: int = 1024
@@ -65,6 +71,10 @@ class CorpusConfig:
     """Share of the renamed texts whose arguments are made up too; the same for numbers, and for classes with text constants."""
     concurrency: int = 4
     expert: ExpertConfig = ExpertConfig()
+    habit_tasks: int = 0
+    """Katas that the experts of the last phase play, the same number of traces each."""
+    habits: ExpertConfig = ExpertConfig()
+    """Those experts."""
     agent: AgentConfig = AgentConfig(prompt="none", instructions=False, max_turns=12)
     """The agent the experts play in; the policy is later run with the same prompt settings."""
 
@@ -78,7 +88,8 @@ async def build_corpus(config: CorpusConfig, out: Path, host: SandboxHost, progr
     traces = out / "traces"
     traces.mkdir(exist_ok=True)
     parts = [("heldout", 0, config.heldout_tasks)]
-    parts += [("train", i, min(config.part_tasks, config.tasks - i)) for i in range(0, config.tasks, config.part_tasks)]
+    for split, tasks in (("train", config.tasks), ("habits", config.habit_tasks)):
+        parts += [(split, i, min(config.part_tasks, tasks - i)) for i in range(0, tasks, config.part_tasks)]
     for done, (split, first, count) in enumerate(parts):
         path = traces / f"{split}-{first:06d}.jsonl"
         if not path.exists():
@@ -96,6 +107,7 @@ def corpus_hash(config: CorpusConfig) -> str:
 async def _play(config: CorpusConfig, split: str, numbers: range, host: SandboxHost) -> list[dict[str, Any]]:
     """Traces of some katas as plain data, in order."""
     room = asyncio.Semaphore(config.concurrency)
+    expert = config.habits if split == "habits" else config.expert
 
     async def one(number: int) -> list[Trace]:
         seed = seed_for("corpus", config.seed, split, number)
@@ -103,7 +115,7 @@ async def _play(config: CorpusConfig, split: str, numbers: range, host: SandboxH
         task = make_task(seed, "pretrain", family=family)
         kata = kata_of(task)[1]
         async with room:
-            return await expert_traces(task, kata, host, count=config.traces_per_task, seed=seed, config=config.expert, agent=config.agent)
+            return await expert_traces(task, kata, host, count=config.traces_per_task, seed=seed, config=expert, agent=config.agent)
 
     async with asyncio.TaskGroup() as crew:
         playing = [crew.create_task(one(n)) for n in numbers]
@@ -160,8 +172,9 @@ def _write_part(config: CorpusConfig, out: Path, job: tuple[str, int | str]) -> 
     if what == "traces":
         traces = [json.loads(line) for line in (out / "traces" / f"{part}.jsonl").read_text().splitlines()]
         documents = [trace_document(renderer, _renamed(config, trace, f"{part} {i}")) for i, trace in enumerate(traces)]
-        if str(part).startswith("heldout"):
-            write_documents(out / "heldout" / f"{part}.npz", documents)
+        split = str(part).partition("-")[0]
+        if split in ("heldout", "habits"):
+            write_documents(out / split / f"{part}.npz", documents)
         else:
             write_documents(out / "mixed" / f"traces-{part}.npz", every_token(ids for ids, _ in documents))
             write_documents(out / "sft" / f"{part}.npz", documents)
@@ -209,19 +222,20 @@ def function_documents(config: CorpusConfig, numbers: range, tokenizer: Tokenize
             if rng.random() < 0.5:
                 yield tokenizer.encode(rename(kata.with_body(body)))
             else:
-                yield trace_document(renderer, _one_edit(kata, body, rename, rng))[0]
+                others = [b for b in kata.wrong_bodies if b != body]
+                present = rng.choice(others) if others and rng.random() < config.function_mended else stub_of(kata)
+                yield trace_document(renderer, _one_edit(kata, present, body, rename, rng))[0]
 
 
-def _one_edit(kata: Kata, body: str, rename: Callable[[str], str], rng: random.Random) -> list[tuple[str, Any]]:
-    """Asked for a body, the policy reads the file and writes it."""
-    stub = stub_of(kata)
+def _one_edit(kata: Kata, present: str, body: str, rename: Callable[[str], str], rng: random.Random) -> list[tuple[str, Any]]:
+    """Asked for a body, the policy reads the file and puts `body` in place of `present`."""
     tests = (f"tests/test_{kata.module}.py",)
     asked = make_prompt(path=kata.path, qualname=kata.qualname, tests=tests, level=DeleteLevel.BODY, rng=rng)
-    edit = format_call("edit_file", {"path": kata.path, "old": stub, "new": body})
+    edit = format_call("edit_file", {"path": kata.path, "old": present, "new": body})
     return [
         ("user", rename(asked)),
         ("assistant", rename(format_call("read_file", {"path": kata.path}))),
-        ("tool", [[rename(kata.with_body(stub)) + "\n", None]]),
+        ("tool", [[rename(kata.with_body(present)) + "\n", None]]),
         ("assistant", rename(edit)),
     ]
 
@@ -237,7 +251,7 @@ def code_texts(config: CorpusConfig, numbers: range) -> Iterable[str]:
                 continue
             if path.endswith(".py") and not path.endswith("__init__.py"):
                 for kata in package.functions:
-                    if kata.path == path and rng.random() < config.expert.wrong_first / 2:
+                    if kata.path == path and rng.random() < config.code_wrong:
                         text = text.replace(kata.source, kata.with_body(rng.choice(kata.wrong_bodies)))
                 yield rename(text)
 

@@ -5,6 +5,10 @@ body and the plausible wrong ones. It errs on purpose, with rates from `ExpertCo
 in ways that reinforcement can mend (it writes a wrong body, does not run the tests, does not mend what they show, calls
 a tool that does not exist), and it also sees how each of these is recovered from.
 
+Experts come in two habits, as people do. The careful one first searches for the function, which shows its uses and its tests,
+errs less, tests and mends; the hasty one does neither. A trace keeps one habit from its first call to its last, so a policy
+learns both and which is which, and mixes them: what reinforcement can do for it is to choose.
+
 Test runs are the cost of a trace, and depend on nothing but the files and the command. `RememberedTests` runs each such
 pair once per task and answers the rest from memory, so that many traces of one task cost little more than one.
 """
@@ -26,31 +30,38 @@ from etude.text.calls import assistant_message, format_call
 
 
 @config
+class Habit:
+    """How an expert works: rates of what it does on its way from one body to the next."""
+
+    wrong_first: float
+    """The first body is a wrong one."""
+    test: float
+    """It runs the tests after writing a body."""
+    mend: float
+    """It writes another body when the tests fail, and again; otherwise it stops there."""
+    mend_right: float
+    """The other body is the right one."""
+
+
+@config
 class ExpertConfig:
     """How often the expert does what. Rates of mistakes make the policy mediocre; those of recovery make it able."""
 
-    wrong_first: float = 0.6
-    """The first body is a wrong one."""
-    test: float = 0.45
-    """It runs the tests after writing a body."""
-    mend: float = 0.5
-    """It writes another body when the tests fail, and again; otherwise it stops there."""
-    mend_right: float = 0.75
-    """The other body is the right one."""
-    test_after_mend: float = 0.8
-    skip_reading: float = 0.03
+    careful_share: float = 0.4
+    """Traces of the careful habit; the others are hasty."""
+    careful: Habit = Habit(wrong_first=0.55, test=0.92, mend=0.92, mend_right=0.85)
+    hasty: Habit = Habit(wrong_first=0.7, test=0.25, mend=0.5, mend_right=0.5)
+    skip_reading: float = 0.02
     """It edits without having read the file."""
-    look_around: float = 0.1
-    """It lists or searches before reading."""
-    wrong_path: float = 0.04
-    unknown_tool: float = 0.05
-    missing_argument: float = 0.03
-    stale_text: float = 0.05
+    wrong_path: float = 0.03
+    unknown_tool: float = 0.03
+    missing_argument: float = 0.02
+    stale_text: float = 0.03
     """An edit whose old text is not in the file."""
     give_up: float = 0.2
     """After a refused call it stops."""
-    parallel: float = 0.1
-    """Reads the file and its tests in one message."""
+    small_edits: float = 1.0
+    """Another body is written by replacing the lines that differ; otherwise by replacing the whole of the one before."""
     max_bodies: int = 4
 
 
@@ -70,6 +81,9 @@ class Expert(TextChat):
     def __init__(self, task: Task, kata: Kata, config: ExpertConfig, rng: random.Random) -> None:
         super().__init__()
         self._task, self._kata, self._config, self._rng = task, kata, config, rng
+        self._file: str | None = None
+        """The file as it stands, once the expert has written a body."""
+        self._careful = rng.random() < config.careful_share
         self._present = stub_of(kata)
         self.right = False
         self._script = self._play()
@@ -83,40 +97,22 @@ class Expert(TextChat):
 
     def _play(self) -> Iterator[str]:
         c, rng = self._config, self._rng
-        if rng.random() < c.look_around:
-            yield self._look()
+        habit = c.careful if self._careful else c.hasty
+        if self._careful:
+            yield format_call("grep", {"pattern": self._kata.name})
         if rng.random() >= c.skip_reading:
             yield from self._read()
-        right = rng.random() >= c.wrong_first
+        right = rng.random() >= habit.wrong_first
         for _ in range(c.max_bodies):
             written = yield from self._write(self._body(right))
-            if not written:
-                break
-            mended = self._present_count > 1
-            if rng.random() >= (c.test_after_mend if mended else c.test):
+            if not written or rng.random() >= habit.test:
                 break
             yield self._tests()
-            if not self._failed():
+            if not self._failed() or rng.random() >= habit.mend:
                 break
-            if rng.random() >= c.mend:
-                break
-            right = rng.random() < c.mend_right
+            right = rng.random() < habit.mend_right
         while True:
             yield self._last_words()
-
-    _present_count = 0
-
-    def _look(self) -> str:
-        rng, kata = self._rng, self._kata
-        folder = kata.path.rpartition("/")[0]
-        return rng.choice(
-            (
-                format_call("list_dir", {"path": folder}),
-                format_call("list_dir", {}),
-                format_call("grep", {"pattern": kata.name, "path": folder}),
-                format_call("glob", {"pattern": f"{folder}/*.py"}),
-            )
-        )
 
     def _read(self) -> Iterator[str]:
         c, rng, kata = self._config, self._rng, self._kata
@@ -129,15 +125,15 @@ class Expert(TextChat):
             yield format_call(rng.choice(("open_file", "cat", "view", "search")), {"path": kata.path})
             if rng.random() < c.give_up:
                 return
-        read = format_call("read_file", {"path": kata.path})
-        if rng.random() < c.parallel:
-            read += "\n" + format_call("read_file", {"path": f"tests/test_{kata.module}.py"})
-        yield read
+        yield format_call("read_file", {"path": kata.path})
 
     def _write(self, body: str) -> Generator[str, None, bool]:
         """Yields until the body stands in the file; returns False when it gave up."""
         c, rng, kata = self._config, self._rng, self._kata
-        good = {"path": kata.path, "old": self._present, "new": body}
+        old, new = self._present, body
+        if self._file is not None and c.small_edits and rng.random() < c.small_edits:
+            old, new = changed_lines(self._file, self._present, body)
+        good = {"path": kata.path, "old": old, "new": new}
         for mistake, rate in (("missing", c.missing_argument), ("stale", c.stale_text), ("tool", c.unknown_tool)):
             if rng.random() >= rate:
                 continue
@@ -145,7 +141,7 @@ class Expert(TextChat):
                 dropped = rng.choice(("path", "old"))
                 yield format_call("edit_file", {k: v for k, v in good.items() if k != dropped})
             elif mistake == "stale":
-                yield format_call("edit_file", {**good, "old": rng.choice(_stale(self._present, kata))})
+                yield format_call("edit_file", {**good, "old": rng.choice(_stale(old, kata))})
             else:
                 yield format_call(rng.choice(("write_file", "replace", "apply_patch")), good)
             if rng.random() < c.give_up:
@@ -153,8 +149,8 @@ class Expert(TextChat):
         yield format_call("edit_file", good)
         if self._seen[-1].results[-1].error is not None:  # the old body is no longer unique in the file
             return False
+        self._file = (self._file or dict(self._task.files)[kata.path]).replace(old, new)
         self._present = body
-        self._present_count += 1
         self.right = body == kata.correct_body
         return True
 
@@ -177,6 +173,25 @@ def stub_of(kata: Kata) -> str:
     """The line that stands where the body was."""
     pad = kata.correct_body[: len(kata.correct_body) - len(kata.correct_body.lstrip(" "))]
     return f"{pad}raise NotImplementedError"
+
+
+def changed_lines(file: str, before: str, after: str) -> tuple[str, str]:
+    """The smallest run of whole lines of `before`, standing once in `file`, and what to put there so that `after` stands instead.
+
+    Example:
+        changed_lines(file, "    a = 1\n    return a", "    a = 2\n    return a")    # ("    a = 1", "    a = 2")
+    """
+    old, new = before.split("\n"), after.split("\n")
+    most = min(len(old), len(new))
+    head = next((i for i in range(most) if old[i] != new[i]), most)
+    tail = next((i for i in range(most - head) if old[-1 - i] != new[-1 - i]), most - head)
+    while True:
+        part, instead = "\n".join(old[head : len(old) - tail]), "\n".join(new[head : len(new) - tail])
+        if part and instead and file.count(part) == 1:
+            return part, instead
+        if not head and not tail:
+            return before, after
+        head, tail = max(head - 1, 0), tail if head else max(tail - 1, 0)
 
 
 def _stale(present: str, kata: Kata) -> tuple[str, ...]:
