@@ -31,6 +31,8 @@ from etude.protocols import Change, Limits, Sandbox, SandboxInfo
 from etude.records import Boundary, Level
 from etude.sandbox import base, zygote
 from etude.sandbox.channel import Channel, ServedSandbox
+from etude.sandbox.egress.door import Door
+from etude.sandbox.egress.policy import Network, NetworkPolicy
 from etude.sandbox.images import Diff, ImageStore
 
 CREATE_TIMEOUT_S = 60.0
@@ -248,11 +250,13 @@ class NamespaceHost:
         return await asyncio.to_thread(self.store.add, files)
 
     async def create(
-        self, image: str, *, limits: Limits = Limits(), network: Sequence[str] = (), ttl_s: float = 900.0, create_id: str = ""
+        self, image: str, *, limits: Limits = Limits(), network: Network = (), ttl_s: float = 900.0, create_id: str = ""
     ) -> NamespaceSandbox:
-        """A sandbox whose workspace is `image`. The same `create_id` again gives the same sandbox, also after a lost connection."""
-        if network:
-            raise UserError(f"the namespace backend has no network; asked for {', '.join(network)}: use a task without network")
+        """A sandbox whose workspace is `image`. The same `create_id` again gives the same sandbox, also after a lost connection.
+
+        `network` is an `egress.NetworkPolicy`, or short rules of one such as "pypi.org"; without it there is none.
+        """
+        door = Door(NetworkPolicy.of(network))
         layers = self.store.layers(image)
         link = await self.link()
         assert self._throttle is not None
@@ -260,6 +264,7 @@ class NamespaceHost:
             ours, theirs = socket.socketpair()
             try:
                 fields = {"image": image, "layers": layers, "limits": asdict(limits), "ttl_s": ttl_s, "create_id": create_id}
+                fields |= door.order()
                 answer, fds = await link.request("create", [theirs.fileno()], timeout_s=CREATE_TIMEOUT_S, **fields)
             except BaseException:
                 ours.close()
@@ -269,7 +274,8 @@ class NamespaceHost:
         reader, writer = await asyncio.open_connection(sock=ours, limit=1 << 20)
         assert self._boundary is not None
         channel = Channel(reader, writer, answer["id"])
-        sandbox = NamespaceSandbox(self, channel, image=image, limits=limits, ttl_s=ttl_s, upper=fds[0], boundary=self._boundary)
+        boundary = door.open(fds[1:], answer["keep"], self._handle.root / "network" / f"{answer['id']}.jsonl", self._boundary)
+        sandbox = NamespaceSandbox(self, channel, image=image, limits=limits, ttl_s=ttl_s, upper=fds[0], boundary=boundary, door=door)
         self._sandboxes.add(sandbox)
         return sandbox
 
@@ -297,9 +303,20 @@ class NamespaceSandbox(ServedSandbox):
     """One running sandbox. See `protocols.Sandbox`."""
 
     def __init__(
-        self, host: NamespaceHost, channel: Channel, *, image: str, limits: Limits, ttl_s: float, upper: int, boundary: Boundary
+        self,
+        host: NamespaceHost,
+        channel: Channel,
+        *,
+        image: str,
+        limits: Limits,
+        ttl_s: float,
+        upper: int,
+        boundary: Boundary,
+        door: Door,
     ) -> None:
         super().__init__(channel, zygote.REPO)
+        self.network = door
+        """Its way out: `network.set_phase`, `network.log`."""
         self.id = channel.name
         self._host, self._image, self._limits, self._ttl_s = host, image, limits, ttl_s
         self._upper, self._boundary = upper, boundary
@@ -355,7 +372,8 @@ class NamespaceSandbox(ServedSandbox):
         """n sandboxes that start from this one's files. No process and no state of a session is carried over."""
         snapshot = await self.snapshot(level, require=require)
         made = await asyncio.gather(
-            *(self._host.create(snapshot, limits=self._limits, ttl_s=self._ttl_s) for _ in range(n)), return_exceptions=True
+            *(self._host.create(snapshot, limits=self._limits, ttl_s=self._ttl_s, network=self.network.policy) for _ in range(n)),
+            return_exceptions=True,
         )
         children: list[Sandbox] = [result for result in made if not isinstance(result, BaseException)]
         failures = [result for result in made if isinstance(result, BaseException)]
@@ -385,4 +403,5 @@ class NamespaceSandbox(ServedSandbox):
         self._upper = -1
         self._channel.close("it was destroyed")
         self._host.forget(self)
+        await self.network.close()
         await (await self._host.link()).request("destroy", id=self.id)

@@ -43,6 +43,7 @@ from etude.sandbox.cgroups import Cgroups, Group, reap_root
 from etude.sandbox.interpreter import Interpreter
 
 MAX_MESSAGE = 1 << 16
+MAX_FDS = 32
 ADOPTION_S = 30.0
 """How long a sandbox with a create_id outlives its client's connection."""
 KEPT_FATES = 512
@@ -60,7 +61,7 @@ def send(sock: socket.socket, message: dict[str, Any], fds: list[int] | None = N
 
 def receive(sock: socket.socket) -> tuple[dict[str, Any] | None, list[int]]:
     """One message and the descriptors that came with it; None at the end of the stream."""
-    data, fds, _, _ = socket.recv_fds(sock, MAX_MESSAGE, 8, socket.MSG_CMSG_CLOEXEC)
+    data, fds, _, _ = socket.recv_fds(sock, MAX_MESSAGE, MAX_FDS, socket.MSG_CMSG_CLOEXEC)
     return (json.loads(data) if data else None), fds
 
 
@@ -97,6 +98,10 @@ class Box:
     client: Client | None = None
     deadline: float = float("inf")
     upper: int = -1
+    ways_out: list[int] = field(default_factory=list)
+    """Sockets of its network namespace, for the client that serves them; empty without a network."""
+    keep: str = ""
+    """What its client wants back when it adopts it: the key of the authority that the sandbox trusts."""
     why: str = ""
     dying_since: float = 0.0
     on_started: list[tuple[Client, int]] = field(default_factory=list)
@@ -308,13 +313,13 @@ class Daemon:
             self._totals["failed"] += 1
             self._kill(box, f"it could not be set up: {message['error']}")
         elif "started" in message:
-            box.state, box.upper = "live", fds[0]
+            box.state, box.upper, box.ways_out = "live", fds[0], fds[1:]
             for client, number in box.on_started:
-                self._reply(client, number, self._description(box), [box.upper])
+                self._reply(client, number, self._description(box), [box.upper, *box.ways_out])
             box.on_started.clear()
 
     def _description(self, box: Box) -> dict[str, Any]:
-        return {"id": box.id, "image": box.image}
+        return {"id": box.id, "image": box.image, "keep": box.keep}
 
     def _kill(self, box: Box, why: str) -> None:
         if box.state == "dying":
@@ -338,8 +343,9 @@ class Daemon:
         with contextlib.suppress(KeyError, ValueError):
             self._selector.unregister(box.control)
         box.control.close()
-        if box.upper >= 0:
-            os.close(box.upper)
+        for fd in (box.upper, *box.ways_out):
+            if fd >= 0:
+                os.close(fd)
         self._cgroups.remove(box.group)
         if box.image:
             self._totals["destroyed"] += 1
@@ -432,6 +438,7 @@ class Daemon:
         limits = {str(k): float(v) for k, v in message["limits"].items()}
         create_id = str(message.get("create_id", ""))
         box.state, box.image, box.create_id, box.client = "starting", message["image"], create_id, client
+        box.keep = str(message.get("keep", ""))
         if create_id:
             self._by_create_id[create_id] = box
         self._cgroups.limit(box.group, memory_bytes=int(limits["memory_bytes"] + limits["disk_bytes"]), pids=int(limits["pids"]) + 1)
@@ -441,7 +448,8 @@ class Daemon:
             "op": "start",
             "layers": message["layers"],
             "limits": inside,
-            "environment": self._environment,
+            "environment": {**self._environment, **message.get("environment", {})},
+            "network": message.get("network"),
             "counters": list(box.group.counters),
             "poll_memory": "memory" not in box.group.folders,
             "poll_pids": "pids" not in box.group.folders and not counts_per_namespace(),
@@ -458,7 +466,7 @@ class Daemon:
         box.deadline = time.monotonic() + float(message["ttl_s"])
         send(box.control, {"op": "attach"}, [fds[0]])
         if box.state == "live":
-            self._reply(client, message["n"], self._description(box), [box.upper])
+            self._reply(client, message["n"], self._description(box), [box.upper, *box.ways_out])
         else:
             box.on_started.append((client, message["n"]))
 

@@ -20,7 +20,7 @@ import socket
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -29,6 +29,7 @@ from etude.errors import DeadlineError, SandboxError, UserError
 from etude.protocols import Change, Limits, Sandbox, SandboxInfo
 from etude.records import Boundary, Level
 from etude.sandbox.channel import Channel, ServedSandbox
+from etude.sandbox.egress.policy import Network, NetworkPolicy
 from etude.sandbox.images import Diff, ImageStore, remove_tree
 
 BOUNDARY = Boundary(
@@ -70,10 +71,10 @@ class PlainHost:
         return await asyncio.to_thread(self.store.add, files)
 
     async def create(
-        self, image: str, *, limits: Limits = Limits(), network: Sequence[str] = (), ttl_s: float = 900.0, create_id: str = ""
+        self, image: str, *, limits: Limits = Limits(), network: Network = (), ttl_s: float = 900.0, create_id: str = ""
     ) -> PlainSandbox:
         """A folder with the files of `image` and a tool server in it. `network` is not enforced: all of it is reachable."""
-        if network:
+        if NetworkPolicy.of(network):
             raise UserError("the plain backend cannot limit the network to a list of hosts; it reaches everything")
         known = self._by_create_id.get(create_id) if create_id else None
         if known is not None and not (known.done() and known.exception() is None and known.result().gone):
