@@ -21,23 +21,26 @@ import stat
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
-from dataclasses import asdict
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 from etude.errors import DeadlineError, SandboxError, UserError
-from etude.protocols import Change, Limits, Sandbox, SandboxInfo
+from etude.protocols import Change, GradeBundle, GradedRun, Limits, Sandbox, SandboxInfo
 from etude.records import Boundary, Level
 from etude.sandbox import base, zygote
-from etude.sandbox.channel import Channel, ServedSandbox
+from etude.sandbox.channel import Channel, ServedSandbox, check_level
 from etude.sandbox.egress.door import Door
 from etude.sandbox.egress.policy import Network, NetworkPolicy
+from etude.sandbox.graded import graded_run
 from etude.sandbox.images import Diff, ImageStore
 
 CREATE_TIMEOUT_S = 60.0
 DAEMON_TIMEOUT_S = 30.0
 START_TIMEOUT_S = 60.0
+LEVELS = (Level.FILES, Level.SESSION)
+"""Live processes (L2) would need a checkpoint of the kernel's state of them, a machine (L3) a machine."""
 PARALLEL_CREATES = 8
 """More at once only wait for each other: the knee was at two workers on two cores."""
 
@@ -243,7 +246,7 @@ class NamespaceHost:
             answer, _ = await link.request("hello", owner=self.owner)
             fields = answer["boundary"]
             self.overlay = bool(answer["overlay"])
-            self._boundary = Boundary(**{**fields, "evidence": tuple(fields["evidence"]), "level": Level.FILES})
+            self._boundary = Boundary(**{**fields, "evidence": tuple(fields["evidence"]), "levels": LEVELS})
         return self._link
 
     async def add_image(self, files: Any) -> str:
@@ -257,7 +260,8 @@ class NamespaceHost:
         `network` is an `egress.NetworkPolicy`, or short rules of one such as "pypi.org"; without it there is none.
         """
         door = Door(NetworkPolicy.of(network))
-        layers = self.store.layers(image)
+        origin = self.store.describe(image)
+        layers = origin.layers
         link = await self.link()
         assert self._throttle is not None
         async with self._throttle:
@@ -274,9 +278,12 @@ class NamespaceHost:
         reader, writer = await asyncio.open_connection(sock=ours, limit=1 << 20)
         assert self._boundary is not None
         channel = Channel(reader, writer, answer["id"])
-        boundary = door.open(fds[1:], answer["keep"], self._handle.root / "network" / f"{answer['id']}.jsonl", self._boundary)
+        boundary = self._boundary.replace(level=Level.SESSION if origin.session is not None else Level.FILES)
+        boundary = door.open(fds[1:], answer["keep"], self._handle.root / "network" / f"{answer['id']}.jsonl", boundary)
         sandbox = NamespaceSandbox(self, channel, image=image, limits=limits, ttl_s=ttl_s, upper=fds[0], boundary=boundary, door=door)
         self._sandboxes.add(sandbox)
+        if origin.session is not None:
+            await sandbox.restore(origin.session)
         return sandbox
 
     async def stats(self) -> dict[str, float]:
@@ -320,6 +327,7 @@ class NamespaceSandbox(ServedSandbox):
         self.id = channel.name
         self._host, self._image, self._limits, self._ttl_s = host, image, limits, ttl_s
         self._upper, self._boundary = upper, boundary
+        self._files = host.store.describe(image).files
         self._snapshot = ""
         self._paused = False
         channel.fate = self._fate
@@ -344,32 +352,45 @@ class NamespaceSandbox(ServedSandbox):
         upper = self._layer()
         try:
             diff = self._host.store.diff if self._host.overlay else self._host.store.diff_tree
-            return await asyncio.to_thread(diff, upper, self._image)
+            return await asyncio.to_thread(diff, upper, self._files)
         finally:
             os.close(upper)
 
     async def snapshot(self, level: Level = Level.FILES, *, require: bool = True) -> str:
-        """Keep the workspace's files. The snapshot's id is an image to `create` from."""
-        if level is not Level.FILES and require:
-            raise UserError(f"the namespace backend keeps files only ({Level.FILES}), not {level}; pass require=False to accept that")
+        """Keep the workspace's files, at level L1 with the state of sessions. The snapshot's id is an image to `create` from."""
+        level = check_level("namespace", level, LEVELS, require)
         upper = self._layer()
+        store = self._host.store
         try:
             if not self._paused:
                 await super().pause()
             try:
-                if self._host.overlay:
-                    self._snapshot = await asyncio.to_thread(self._host.store.seal, upper, self._image)
-                else:
-                    self._snapshot = await asyncio.to_thread(self._host.store.add_tree, upper)
+                keep = store.seal if self._host.overlay else store.add_tree
+                snapshot = await asyncio.to_thread(keep, upper, self._files)
+                if level is Level.SESSION:
+                    snapshot = await asyncio.to_thread(store.add_session, snapshot, await self._session_state())
             finally:
                 if not self._paused:
                     await super().resume()
         finally:
             os.close(upper)
-        return self._snapshot
+        self._snapshot = snapshot
+        return snapshot
+
+    async def restore(self, state: Mapping[str, Any]) -> None:
+        """Take up the sessions of a snapshot of level L1. Without them it would be less than what was asked for, so it ends."""
+        try:
+            await self._restore_session(state)
+        except BaseException:
+            await self.destroy()
+            raise
+
+    async def grade(self, bundle: GradeBundle) -> GradedRun:
+        """Run tests in a new sandbox, by default on the image that this one's history began with."""
+        return await graded_run(self._host, replace(bundle, image=bundle.image or self._host.store.describe(self._image).base))
 
     async def fork(self, n: int, level: Level = Level.FILES, *, require: bool = True) -> list[Sandbox]:
-        """n sandboxes that start from this one's files. No process and no state of a session is carried over."""
+        """n sandboxes that start from this one's files, at level L1 with its sessions. No process is carried over."""
         snapshot = await self.snapshot(level, require=require)
         made = await asyncio.gather(
             *(self._host.create(snapshot, limits=self._limits, ttl_s=self._ttl_s, network=self.network.policy) for _ in range(n)),

@@ -154,6 +154,7 @@ class Daemon:
                 "output": "count of the tool server",
             },
             "evidence": ["layer diff"],
+            "coverage": {"layer diff": "every file of the workspace at its end; links, devices and names that are not UTF-8 by name only"},
         }
 
     # -- loop

@@ -20,16 +20,17 @@ import socket
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
-from dataclasses import asdict
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 from etude.errors import DeadlineError, SandboxError, UserError
-from etude.protocols import Change, Limits, Sandbox, SandboxInfo
+from etude.protocols import Change, GradeBundle, GradedRun, Limits, Sandbox, SandboxInfo
 from etude.records import Boundary, Level
-from etude.sandbox.channel import Channel, ServedSandbox
+from etude.sandbox.channel import Channel, ServedSandbox, check_level
 from etude.sandbox.egress.policy import Network, NetworkPolicy
+from etude.sandbox.graded import graded_run
 from etude.sandbox.images import Diff, ImageStore, remove_tree
 
 BOUNDARY = Boundary(
@@ -45,7 +46,8 @@ BOUNDARY = Boundary(
         "output": "count of the tool server",
     },
     evidence=("workspace diff",),
-    level=Level.FILES,
+    coverage={"workspace diff": "every file of the workspace at its end, and nothing that was written elsewhere"},
+    levels=(Level.FILES, Level.SESSION),
 )
 
 
@@ -85,7 +87,7 @@ class PlainHost:
         return await task
 
     async def _create(self, image: str, limits: Limits, ttl_s: float) -> PlainSandbox:
-        self.store.layers(image)
+        origin = self.store.describe(image)
         name = f"p{self._totals['created'] + 1}"
         self._totals["created"] += 1
         folder = Path(tempfile.mkdtemp(prefix=f"{name}-", dir=self.root / "work"))
@@ -107,7 +109,7 @@ class PlainHost:
         sandbox = PlainSandbox(self, Channel(reader, writer, name), process, folder, image=image, limits=limits, ttl_s=ttl_s)
         self._sandboxes[name] = sandbox
         try:
-            await sandbox.ready()
+            await sandbox.ready(origin.session)
         except (SandboxError, DeadlineError):
             await sandbox.destroy()
             raise
@@ -169,12 +171,16 @@ class PlainSandbox(ServedSandbox):
         super().__init__(channel, os.path.realpath(folder / "repo"))
         self.id, self.gone = channel.name, False
         self._host, self._process, self._folder, self._image = host, process, folder, image
+        self._files, self._boundary = host.store.describe(image).files, BOUNDARY
         self._limits, self._ttl_s, self._snapshot, self._why = limits, ttl_s, "", ""
         channel.fate = self._fate
         self._lease: asyncio.TimerHandle | None = None
 
-    async def ready(self) -> None:
+    async def ready(self, session: Mapping[str, Any] | None) -> None:
         await self._channel.request("ping", {}, timeout_s=60.0)
+        if session is not None:
+            await self._restore_session(session)
+            self._boundary = self._boundary.replace(level=Level.SESSION)
         self._lease = asyncio.get_running_loop().call_later(self._ttl_s, self._expire)
 
     async def _fate(self) -> str:
@@ -185,14 +191,14 @@ class PlainSandbox(ServedSandbox):
         self._expiry = asyncio.get_running_loop().create_task(self._end(expired=True))
 
     async def info(self) -> SandboxInfo:
-        return SandboxInfo(id=self.id, image=self._image, snapshot=self._snapshot, boundary=BOUNDARY, workdir=self._workdir)
+        return SandboxInfo(id=self.id, image=self._image, snapshot=self._snapshot, boundary=self._boundary, workdir=self._workdir)
 
     async def diff(self) -> list[Change]:
         return list((await self.diff_report()).changes)
 
     async def diff_report(self) -> Diff:
         with self._tree() as tree:
-            return await asyncio.to_thread(self._host.store.diff_tree, tree, self._image)
+            return await asyncio.to_thread(self._host.store.diff_tree, tree, self._files)
 
     @contextlib.contextmanager
     def _tree(self) -> Iterator[int]:
@@ -205,11 +211,16 @@ class PlainSandbox(ServedSandbox):
             os.close(fd)
 
     async def snapshot(self, level: Level = Level.FILES, *, require: bool = True) -> str:
-        if level is not Level.FILES and require:
-            raise UserError(f"the plain backend keeps files only ({Level.FILES}), not {level}; pass require=False to accept that")
+        level, store = check_level(BOUNDARY.backend, level, BOUNDARY.levels, require), self._host.store
         with self._tree() as tree:
-            self._snapshot = await asyncio.to_thread(self._host.store.add_tree, tree)
-        return self._snapshot
+            snapshot = await asyncio.to_thread(store.add_tree, tree, self._files)
+        if level is Level.SESSION:
+            snapshot = await asyncio.to_thread(store.add_session, snapshot, await self._session_state())
+        self._snapshot = snapshot
+        return snapshot
+
+    async def grade(self, bundle: GradeBundle) -> GradedRun:
+        return await graded_run(self._host, replace(bundle, image=bundle.image or self._host.store.describe(self._image).base))
 
     async def fork(self, n: int, level: Level = Level.FILES, *, require: bool = True) -> list[Sandbox]:
         snapshot = await self.snapshot(level, require=require)

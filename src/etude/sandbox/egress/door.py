@@ -24,6 +24,9 @@ TRUST_VARIABLES = (
     "AWS_CA_BUNDLE", "DENO_CERT",
 )  # fmt: skip
 """Programs that bring their own list of authorities read one of these. No proxy variable is set: none is needed."""
+COVERAGE = (
+    "every name asked for, connection and request, and first packets to other ports by TCP and UDP; of what passes unread, where it went"
+)
 RESOLVER, STRAY_TCP, STRAY_UDP, PROXY, FIRST_PORT = range(5)
 """Order of the descriptors; see `redirect.ways_out`."""
 
@@ -67,7 +70,12 @@ class Door:
         egress.watch_strays(sockets[STRAY_UDP], "udp")
         egress.serve(sockets[PROXY:FIRST_PORT], "proxy")
         egress.serve(sockets[FIRST_PORT:], "redirect")
-        return boundary.replace(network=f"allow-list {self.policy.hash}", evidence=(*boundary.evidence, "network log"))
+        return boundary.replace(
+            network=f"allow-list {self.policy.hash}",
+            separates={**boundary.separates, "network": "network namespace in which every IPv4 address leads to the host's proxy"},
+            evidence=(*boundary.evidence, "network log"),
+            coverage={**boundary.coverage, "network log": COVERAGE},
+        )
 
     @property
     def phase(self) -> str:
