@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import os
+import signal
+import subprocess
+import sys
 import textwrap
 from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
@@ -16,6 +19,7 @@ from etude.sandbox.client import DaemonHandle, NamespaceHost, start_daemon
 from etude.sandbox.daemon import root_key
 from etude.sandbox.plain import PlainHost
 from etude.sandbox.probe import Probe, probe
+from etude.sandbox.service.remote import RemoteHost
 
 SHOP = {
     "shop/__init__.py": b"",
@@ -124,7 +128,59 @@ def on_namespace(daemon: DaemonHandle) -> Callable[[Scene], Any]:
     return lambda scene: play(daemon, scene)
 
 
-@pytest.fixture(params=["namespace", "frugal", "plain"])
+class ServedElsewhere:
+    """An `etude env serve` process, and what it takes to reach it."""
+
+    def __init__(self, root: Path, *options: str, address: str = "127.0.0.1:0", prefix: tuple[str, ...] = ()) -> None:
+        self.root, self._options, self._address, self._prefix = root, options, address, prefix
+        self.start()
+
+    def start(self) -> None:
+        command = [sys.executable, "-m", "etude.cli", "env", "serve", "--root", str(self.root), "--listen", self._address, *self._options]
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
+        self.root.mkdir(parents=True, exist_ok=True)
+        with open(self.root / "serve.log", "ab") as log:
+            self.process = subprocess.Popen([*self._prefix, *command], stdout=subprocess.PIPE, stderr=log, env=environment, text=True)
+        assert self.process.stdout is not None
+        self.said = [self.process.stdout.readline(), self.process.stdout.readline()]
+        assert "serving" in self.said[0], (self.root / "serve.log").read_text()
+        self.url = self.said[0].split()[-1]
+        self.token = (self.root / "tokens").read_text().strip().partition(":")[2]
+
+    def end(self, number: int = signal.SIGINT) -> int:
+        self.process.send_signal(number)
+        status = self.process.wait(60)
+        assert self.process.stdout is not None
+        self.process.stdout.close()
+        return status
+
+    def play(self, scene: Scene, **options: Any) -> Any:
+        async def main() -> Any:
+            host = RemoteHost(self.url, self.token, **options)
+            try:
+                return await asyncio.wait_for(scene(host), 120)
+            finally:
+                await host.close()
+
+        return asyncio.run(main())
+
+
+@pytest.fixture(scope="session")
+def served(machine: Probe, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServedElsewhere]:
+    """One environment service for all tests, of which nothing may be left when it ends."""
+    if not machine.works:
+        pytest.skip(machine.explain())
+    server = ServedElsewhere(tmp_path_factory.mktemp("served"))
+    yield server
+    stats = server.play(lambda host: host.stats())
+    assert server.end() == 0
+    assert stats["live"] == 0
+    assert stats["orphans"] == 0
+    assert list((server.root / "envs").iterdir()) == []
+    assert leftovers(server.root) == []
+
+
+@pytest.fixture(params=["namespace", "frugal", "plain", "remote"])
 def on(request: pytest.FixtureRequest) -> Callable[[Scene], Any]:
     """The contract: the same scene over every backend. `on.backend` names it for declared differences."""
 
@@ -140,6 +196,9 @@ def on(request: pytest.FixtureRequest) -> Callable[[Scene], Any]:
 
     if request.param == "plain":
         chosen = plain
+    elif request.param == "remote":
+        server = request.getfixturevalue("served")
+        chosen = lambda scene: server.play(scene)  # noqa: E731
     else:
         handle = request.getfixturevalue("daemon" if request.param == "namespace" else "frugal_daemon")
         chosen = lambda scene: play(handle, scene)  # noqa: E731

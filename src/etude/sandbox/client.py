@@ -286,6 +286,19 @@ class NamespaceHost:
             await sandbox.restore(origin.session)
         return sandbox
 
+    async def boxes(self) -> list[dict[str, str]]:
+        """id, image and create_id of every live sandbox of the sandboxd behind it, whoever made them."""
+        found: list[dict[str, str]] = []
+        while True:
+            answer, _ = await (await self.link()).request("list", skip=len(found))
+            found += answer["boxes"]
+            if not answer["boxes"]:
+                return found
+
+    async def remove(self, name: str) -> None:
+        """End a sandbox by its id, whoever made it."""
+        await (await self.link()).request("destroy", id=name)
+
     async def stats(self) -> dict[str, float]:
         """Counts kept by sandboxd: live, created, destroyed, orphans (sandboxes without a client, or that resist removal) ..."""
         answer, _ = await (await self.link()).request("stats")

@@ -47,6 +47,8 @@ MAX_FDS = 32
 ADOPTION_S = 30.0
 """How long a sandbox with a create_id outlives its client's connection."""
 KEPT_FATES = 512
+MAX_LISTED = 300
+"""Sandboxes told in one answer; it must fit into a packet."""
 YOUNG_S = 30.0
 """A temporary root younger than this may belong to a sandboxd that is just starting."""
 
@@ -75,6 +77,8 @@ class Settings:
     """Distributions that sandboxes see, with what they require; "all" for everything installed beside pytest."""
     overlay: bool = True
     """False: copy workspaces even where an overlay works."""
+    linger_s: float = 0.0
+    """End when nobody was connected and nothing lived for this long; 0 for never."""
     cgroups: bool = True
     """False: poll even where control groups can be written."""
 
@@ -124,6 +128,7 @@ class Daemon:
         self._count = 0
         self._totals = {"created": 0, "destroyed": 0, "expired": 0, "failed": 0, "died": 0, "zygote_restarts": 0, "errors": 0}
         self._stop = False
+        self._busy = time.monotonic()
         self._interpreter = Interpreter.current(settings.packages)
         self._environment = self._interpreter.environment()
         reaped = reap_root(root)
@@ -224,6 +229,10 @@ class Daemon:
         self._cgroups.sweep()
         if self._zygote is None and not self._broken:
             self._start_zygote()
+        if self._clients or len(self._boxes) > len(self._warm):
+            self._busy = now
+        elif self._settings.linger_s and now - self._busy > self._settings.linger_s:
+            self._stop = True
         self._at(0.05 if self._cgroups.leaving else 1.0, self._sweep)
 
     # -- zygote
@@ -494,6 +503,13 @@ class Daemon:
     def _op_fate(self, client: Client, message: dict[str, Any], _fds: list[int]) -> None:
         self._reply(client, message["n"], {"why": self._why(message["id"])})
 
+    def _op_list(self, client: Client, message: dict[str, Any], _fds: list[int]) -> None:
+        """Some of those that live, from number `skip` on; the last answer is empty."""
+        live = [box for box in self._boxes.values() if box.state in ("starting", "live")]
+        told = live[int(message["skip"]) :][:MAX_LISTED]
+        boxes = [{"id": box.id, "image": box.image, "create_id": box.create_id} for box in told]
+        self._reply(client, message["n"], {"boxes": boxes})
+
     def _op_stats(self, client: Client, message: dict[str, Any], _fds: list[int]) -> None:
         now = time.monotonic()
         states = [box.state for box in self._boxes.values()]
@@ -582,6 +598,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--no-overlay", action="store_true", help="copy workspaces into memory, as is done where overlayfs does not work")
     parser.add_argument("--no-cgroups", action="store_true", help="poll memory, as is done where no control group can be written")
     parser.add_argument("--with-parent", action="store_true", help="stop when standard input closes")
+    parser.add_argument("--linger", type=float, default=0.0, metavar="S", help="stop after S seconds without a client and a sandbox")
     parser.add_argument("--temporary", action="store_true", help="remove ROOT at the end, and dead temporary roots beside it at the start")
     arguments = parser.parse_args(argv)
     root: Path = arguments.root.absolute()
@@ -608,6 +625,7 @@ def main(argv: list[str] | None = None) -> int:
         packages=tuple(name for name in arguments.packages.split(",") if name),
         overlay=not arguments.no_overlay,
         cgroups=not arguments.no_cgroups,
+        linger_s=arguments.linger,
     )
     try:
         Daemon(root, listen(path), settings, announce).serve(0 if arguments.with_parent else -1)

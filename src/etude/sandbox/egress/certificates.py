@@ -12,6 +12,7 @@ import datetime
 import os
 import ssl
 import tempfile
+from pathlib import Path
 from typing import Any
 
 from etude.errors import MissingExtra
@@ -106,7 +107,12 @@ class Authority:
             self._contexts[name] = self._issue(name)
         return self._contexts[name]
 
-    def _issue(self, name: str) -> ssl.SSLContext:
+    def leaf_files(self, name: str, folder: Path) -> None:
+        """leaf.pem (key and certificate of `name`) and ca.pem in a folder, for a server of another kind."""
+        (folder / "leaf.pem").write_bytes(self._leaf(name))
+        (folder / "ca.pem").write_text(self.pem)
+
+    def _leaf(self, name: str) -> bytes:
         x509, address = self._x509, as_address(name)
         alternative = x509.IPAddress(address) if address is not None else x509.DNSName(name)
         certificate = (
@@ -116,9 +122,12 @@ class Authority:
             .add_extension(x509.ExtendedKeyUsage([x509.oid.ExtendedKeyUsageOID.SERVER_AUTH]), critical=False)
             .sign(self._key, self._hash)
         )
+        return self._private(self._leaf_key) + self._pem(certificate)
+
+    def _issue(self, name: str) -> ssl.SSLContext:
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         context.set_alpn_protocols(["http/1.1"])
-        with _unnamed_file(self._private(self._leaf_key) + self._pem(certificate)) as path:
+        with _unnamed_file(self._leaf(name)) as path:
             context.load_cert_chain(path)
         return context
 
