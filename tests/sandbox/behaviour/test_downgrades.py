@@ -6,6 +6,7 @@ import pytest
 
 from etude.errors import UserError
 from etude.records import Level
+from etude.sandbox.egress.policy import Allow, NetworkPolicy
 
 
 def test_a_level_that_is_not_there_is_an_error_and_never_a_cheaper_one(on, shop) -> None:
@@ -27,10 +28,17 @@ def test_a_level_that_is_not_there_is_an_error_and_never_a_cheaper_one(on, shop)
     on(scene)
 
 
-def test_a_network_that_cannot_be_limited_is_refused(on, shop) -> None:
+def test_a_network_is_limited_to_what_was_asked_for_or_refused(on, shop) -> None:
+    policy = NetworkPolicy(allow=(Allow(host="pypi.org", through="pass"),))
+
     async def scene(host) -> None:
-        with pytest.raises(UserError, match="network"):
-            await host.create(await host.add_image(shop), network=("pypi.org",))
+        image = await host.add_image(shop)
+        try:
+            sandbox = await host.create(image, network=policy)
+        except UserError as error:
+            assert "network" in str(error)
+            return
+        assert (await sandbox.info()).boundary.network == f"allow-list {policy.hash}"
 
     on(scene)
 
