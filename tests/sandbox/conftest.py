@@ -14,8 +14,9 @@ import pytest
 from etude.sandbox.cgroups import places
 from etude.sandbox.client import DaemonHandle, NamespaceHost, start_daemon
 from etude.sandbox.daemon import root_key
+from etude.sandbox.landlock import LandlockHost
 from etude.sandbox.plain import PlainHost
-from etude.sandbox.probe import Probe, probe
+from etude.sandbox.probe import Probe, probe, probe_landlock
 
 SHOP = {
     "shop/__init__.py": b"",
@@ -74,7 +75,21 @@ def frugal_daemon(machine: Probe, tmp_path_factory: pytest.TempPathFactory) -> I
     """One that does without overlay and control groups, as on an older kernel and without privileges."""
     if not machine.works:
         pytest.skip(machine.explain())
-    yield from audited(tmp_path_factory.mktemp("frugal"), options=["--no-overlay", "--no-cgroups"])
+    yield from audited(tmp_path_factory.mktemp("frugal"), options=VARIANTS["frugal"])
+
+
+@pytest.fixture(scope="session")
+def copying_daemon(machine: Probe, tmp_path_factory: pytest.TempPathFactory) -> Iterator[DaemonHandle]:
+    if not machine.works:
+        pytest.skip(machine.explain())
+    yield from audited(tmp_path_factory.mktemp("copying"), options=VARIANTS["no overlay"])
+
+
+@pytest.fixture(scope="session")
+def polling_daemon(machine: Probe, tmp_path_factory: pytest.TempPathFactory) -> Iterator[DaemonHandle]:
+    if not machine.works:
+        pytest.skip(machine.explain())
+    yield from audited(tmp_path_factory.mktemp("polling"), options=VARIANTS["no cgroups"])
 
 
 def mount_count() -> int:
@@ -124,26 +139,55 @@ def on_namespace(daemon: DaemonHandle) -> Callable[[Scene], Any]:
     return lambda scene: play(daemon, scene)
 
 
-@pytest.fixture(params=["namespace", "frugal", "plain"])
+VARIANTS = {"namespace": [], "no overlay": ["--no-overlay"], "no cgroups": ["--no-cgroups"], "frugal": ["--no-overlay", "--no-cgroups"]}
+"""Of the namespace backend: options of sandboxd that make it do without what a machine may lack."""
+
+
+@pytest.fixture(scope="session")
+def landlock(machine: Probe) -> Probe:
+    return probe_landlock()
+
+
+def play_here(make: Callable[[], Any], scene: Scene) -> Any:
+    """Run an async scene against a host that makes processes of this one."""
+
+    async def main() -> Any:
+        host = make()
+        try:
+            return await asyncio.wait_for(scene(host), 120)
+        finally:
+            await host.close()
+
+    return asyncio.run(main())
+
+
+@pytest.fixture(
+    params=[
+        "namespace",
+        "frugal",
+        pytest.param("no overlay", marks=pytest.mark.slow),
+        pytest.param("no cgroups", marks=pytest.mark.slow),
+        "landlock",
+        "plain",
+    ]
+)
 def on(request: pytest.FixtureRequest) -> Callable[[Scene], Any]:
-    """The contract: the same scene over every backend. `on.backend` names it for declared differences."""
-
-    def plain(scene: Scene) -> Any:
-        async def main() -> Any:
-            host = PlainHost(unsafe=True)
-            try:
-                return await asyncio.wait_for(scene(host), 120)
-            finally:
-                await host.close()
-
-        return asyncio.run(main())
-
-    if request.param == "plain":
-        chosen = plain
+    """The contract: the same scene over every backend. `on.backend` names it, `on.variant` what it does without."""
+    variant = request.param
+    chosen: Any
+    if variant == "plain":
+        chosen = lambda scene: play_here(lambda: PlainHost(unsafe=True), scene)  # noqa: E731
+    elif variant == "landlock":
+        found = request.getfixturevalue("landlock")
+        if not found.works:
+            pytest.skip(found.explain("landlock"))
+        chosen = lambda scene: play_here(lambda: LandlockHost(probe=found), scene)  # noqa: E731
     else:
-        handle = request.getfixturevalue("daemon" if request.param == "namespace" else "frugal_daemon")
+        named = {"namespace": "daemon", "frugal": "frugal_daemon", "no overlay": "copying_daemon", "no cgroups": "polling_daemon"}
+        handle = request.getfixturevalue(named[variant])
         chosen = lambda scene: play(handle, scene)  # noqa: E731
-    chosen.backend = "plain" if request.param == "plain" else "namespace"  # type: ignore[attr-defined]
+    chosen.variant = variant
+    chosen.backend = "namespace" if variant in VARIANTS else variant
     return chosen
 
 

@@ -1,0 +1,133 @@
+"""Where backends differ, in one table, and the proof that each difference is real: what is declared absent fails, all else works.
+
+Everything else in this folder holds for every backend. docs/sandboxes.md shows the same table.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from etude.protocols import Limits
+
+DIFFERENCES = {
+    "loopback": {"landlock"},
+    "unix sockets": {"landlock"},
+    "shared memory": {"landlock"},
+    "process list": {"landlock"},
+    "same path everywhere": {"landlock", "plain"},
+    "user 1000": {"landlock", "plain"},
+    "only chosen packages": {"landlock", "plain"},
+    "memory limit": {"plain"},
+    "process limit": {"plain"},
+    "disk limit of the sum": {"landlock", "plain"},
+    "nothing outlives the sandbox": {"plain"},
+}
+"""feature -> backends that do not have it."""
+DOCS = Path(__file__).resolve().parents[3] / "docs" / "sandboxes.md"
+PROBES: dict[str, Callable[[Any], Awaitable[bool]]] = {}
+
+
+def probe(name: str) -> Callable[[Callable[[Any], Awaitable[bool]]], Callable[[Any], Awaitable[bool]]]:
+    def keep(action: Callable[[Any], Awaitable[bool]]) -> Callable[[Any], Awaitable[bool]]:
+        PROBES[name] = action
+        return action
+
+    return keep
+
+
+async def python(host: Any, program: str, **create: Any) -> Any:
+    sandbox = await host.create(await host.add_image({"program.py": program.encode()}), **create)
+    return await sandbox.exec(["python", "program.py"], timeout_s=60)
+
+
+@probe("loopback")
+async def loopback(host: Any) -> bool:
+    return (
+        await python(host, "import socket\ns = socket.create_server(('127.0.0.1', 0)); socket.create_connection(s.getsockname())")
+    ).code == 0
+
+
+@probe("unix sockets")
+async def unix_sockets(host: Any) -> bool:
+    return (await python(host, "import socket\ns = socket.socket(socket.AF_UNIX); s.bind('sock'); s.listen()")).code == 0
+
+
+@probe("shared memory")
+async def shared_memory(host: Any) -> bool:
+    return (await python(host, "import multiprocessing\nmultiprocessing.Lock()")).code == 0
+
+
+@probe("process list")
+async def process_list(host: Any) -> bool:
+    return (await python(host, "import os\nassert str(os.getpid()) in os.listdir('/proc')")).code == 0
+
+
+@probe("same path everywhere")
+async def same_path(host: Any) -> bool:
+    return (await python(host, "import os\nassert os.getcwd() == '/repo'")).code == 0
+
+
+@probe("user 1000")
+async def user(host: Any) -> bool:
+    return (await python(host, "import os\nassert os.getuid() == 1000")).code == 0
+
+
+@probe("only chosen packages")
+async def packages(host: Any) -> bool:
+    return (await python(host, "import importlib.util\nassert importlib.util.find_spec('numpy') is None")).code == 0
+
+
+@probe("memory limit")
+async def memory(host: Any) -> bool:
+    program = "x = []\nfor _ in range(60): x.append(bytearray(b'1') * (4 * 2**20)); __import__('time').sleep(0.01)"
+    return (await python(host, program, limits=Limits(memory_bytes=96 * 2**20))).limit == "memory"
+
+
+@probe("process limit")
+async def process_limit(host: Any) -> bool:
+    program = "import subprocess\np = [subprocess.Popen(['sleep', '2']) for _ in range(40)]\nfor each in p: each.wait()"
+    return (await python(host, program, limits=Limits(pids=24))).code != 0
+
+
+@probe("disk limit of the sum")
+async def disk(host: Any) -> bool:
+    program = "for i in range(4): open(f'f{i}', 'wb').write(bytes(3 * 2**20))"
+    return (await python(host, program, limits=Limits(disk_bytes=8 * 2**20))).limit == "disk"
+
+
+@probe("nothing outlives the sandbox")
+async def survivors(host: Any) -> bool:
+    sandbox = await host.create(await host.add_image({"a": b""}))
+    await sandbox.exec(["sh", "-c", "setsid sleep 3.875 > /dev/null 2>&1 &"])
+    await asyncio.sleep(0.1)
+    assert running("sleep\x003.875")
+    await sandbox.destroy()
+    return not running("sleep\x003.875")
+
+
+def running(command: str) -> bool:
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            if path.read_bytes().decode(errors="replace").startswith(command):
+                return True
+        except OSError:
+            continue
+    return False
+
+
+@pytest.mark.parametrize("name", DIFFERENCES)
+def test_a_declared_difference_is_real_and_no_other_exists(on, name: str) -> None:
+    assert on(PROBES[name]) == (on.backend not in DIFFERENCES[name])
+
+
+def test_the_docs_show_this_table() -> None:
+    rows = dict(re.findall(r"^\| ([a-z0-9 ]+) \| (.*) \|$", DOCS.read_text(), re.MULTILINE))
+    for name, absent in DIFFERENCES.items():
+        cells = [cell.strip() for cell in rows[name].split("|")]
+        assert cells == ["no" if backend in absent else "yes" for backend in ("namespace", "landlock", "plain")], name
