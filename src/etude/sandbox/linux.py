@@ -81,10 +81,11 @@ _DENIED = {
 _DENIED_ALONE = {
     "x86_64": {
         "shmget": 29, "shmat": 30, "shmctl": 31, "semget": 64, "semop": 65, "semctl": 66, "msgget": 68, "msgsnd": 69, "msgrcv": 70,
-        "msgctl": 71, "setpriority": 141, "semtimedop": 220, "mq_open": 240, "mq_unlink": 241, "ioprio_set": 251,
+        "msgctl": 71, "setpriority": 141, "semtimedop": 220, "mq_open": 240, "mq_unlink": 241, "ioprio_set": 251, "inotify_init": 253,
+        "inotify_add_watch": 254, "inotify_init1": 294,
     },
     "aarch64": {
-        "ioprio_set": 30, "setpriority": 140, "mq_open": 180, "mq_unlink": 181, "msgget": 186, "msgctl": 187, "msgrcv": 188,
+        "inotify_init1": 26, "inotify_add_watch": 27, "ioprio_set": 30, "setpriority": 140, "mq_open": 180, "mq_unlink": 181, "msgget": 186, "msgctl": 187, "msgrcv": 188,
         "msgsnd": 189, "semget": 190, "semctl": 191, "semtimedop": 192, "semop": 193, "shmget": 194, "shmctl": 195, "shmat": 196,
     },
 }  # fmt: skip
@@ -93,7 +94,7 @@ _OWN_ONLY = {
     "x86_64": {"sched_setparam": 142, "sched_setscheduler": 144, "sched_setaffinity": 203, "prlimit64": 302, "sched_setattr": 314},
     "aarch64": {"sched_setparam": 118, "sched_setscheduler": 119, "sched_setaffinity": 122, "prlimit64": 261, "sched_setattr": 274},
 }
-"""The same: calls that name a process, allowed on the caller (0) alone."""
+"""Calls that name a process: without namespaces allowed on the caller (0) alone, with them not on process 1, the tool server."""
 _OTHER = {
     "x86_64": {"audit": 0xC000003E, "clone": 56, "socket": 41, "socketpair": 53, "ioctl": 16, "pivot_root": 155, "capset": 126},
     "aarch64": {"audit": 0xC00000B7, "clone": 220, "socket": 198, "socketpair": 199, "ioctl": 29, "pivot_root": 41, "capset": 91},
@@ -265,8 +266,9 @@ def deny_filter(machine: str = MACHINE, *, alone: bool = False) -> bytes:
     program += [_op(_JEQ, CLONE3, 0, 1), refuse(errno.ENOSYS)]
     program += [_op(_JEQ, other["clone"], 0, 4), _op(_LD, _ARG0), _op(_JSET, NAMESPACE_FLAGS, 0, 1), refuse(errno.EPERM)]
     program += [_op(_RET, _ALLOW)]
-    for number in sorted(_OWN_ONLY[machine].values()) if alone else ():
-        program += [_op(_JEQ, number, 0, 4), _op(_LD, _ARG0), _op(_JEQ, 0, 1, 0), refuse(errno.EPERM), _op(_RET, _ALLOW)]
+    for number in sorted(_OWN_ONLY[machine].values()):
+        named = _op(_JEQ, 0, 1, 0) if alone else _op(_JEQ, 1, 0, 1)
+        program += [_op(_JEQ, number, 0, 4), _op(_LD, _ARG0), named, refuse(errno.EPERM), _op(_RET, _ALLOW)]
     program += _socket_rules(other, alone)
     # TIOCSTI and TIOCLINUX put characters into somebody else's terminal.
     program += [_op(_JEQ, other["ioctl"], 0, 4), _op(_LD, _ARG1), _op(_JEQ, 0x5412, 1, 0), _op(_JEQ, 0x541C, 0, 1)]

@@ -6,7 +6,10 @@ Everything else in this folder holds for every backend. docs/sandboxes.md shows 
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import os
 import re
+import signal
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
@@ -20,6 +23,7 @@ DIFFERENCES = {
     "unix sockets": {"landlock"},
     "shared memory": {"landlock"},
     "process list": {"landlock"},
+    "file watches": {"landlock"},
     "same path everywhere": {"landlock", "plain"},
     "user 1000": {"landlock", "plain"},
     "only chosen packages": {"landlock", "plain"},
@@ -68,6 +72,11 @@ async def process_list(host: Any) -> bool:
     return (await python(host, "import os\nassert str(os.getpid()) in os.listdir('/proc')")).code == 0
 
 
+@probe("file watches")
+async def file_watches(host: Any) -> bool:
+    return (await python(host, "import ctypes\nassert ctypes.CDLL(None).inotify_init() >= 0")).code == 0
+
+
 @probe("same path everywhere")
 async def same_path(host: Any) -> bool:
     return (await python(host, "import os\nassert os.getcwd() == '/repo'")).code == 0
@@ -104,21 +113,26 @@ async def disk(host: Any) -> bool:
 @probe("nothing outlives the sandbox")
 async def survivors(host: Any) -> bool:
     sandbox = await host.create(await host.add_image({"a": b""}))
-    await sandbox.exec(["sh", "-c", "setsid sleep 3.875 > /dev/null 2>&1 &"])
-    await asyncio.sleep(0.1)
-    assert running("sleep\x003.875")
+    length = f"600.{os.getpid()}"
+    await sandbox.exec(["sh", "-c", f"setsid sleep {length} > /dev/null 2>&1 &"])
+    while not (there := running(f"sleep\0{length}\0")):
+        await asyncio.sleep(0.02)
     await sandbox.destroy()
-    return not running("sleep\x003.875")
+    left = running(f"sleep\0{length}\0")
+    for pid in left:
+        os.kill(pid, signal.SIGKILL)
+    assert set(left) <= set(there)
+    return not left
 
 
-def running(command: str) -> bool:
+def running(command: str) -> list[int]:
+    """Processes with this command line."""
+    found = []
     for path in Path("/proc").glob("[0-9]*/cmdline"):
-        try:
-            if path.read_bytes().decode(errors="replace").startswith(command):
-                return True
-        except OSError:
-            continue
-    return False
+        with contextlib.suppress(OSError):
+            if path.read_bytes() == command.encode():
+                found.append(int(path.parent.name))
+    return found
 
 
 @pytest.mark.parametrize("name", DIFFERENCES)
