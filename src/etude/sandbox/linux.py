@@ -85,7 +85,8 @@ _DENIED_ALONE = {
         "inotify_add_watch": 254, "inotify_init1": 294,
     },
     "aarch64": {
-        "inotify_init1": 26, "inotify_add_watch": 27, "ioprio_set": 30, "setpriority": 140, "mq_open": 180, "mq_unlink": 181, "msgget": 186, "msgctl": 187, "msgrcv": 188,
+        "inotify_init1": 26, "inotify_add_watch": 27, "ioprio_set": 30,
+        "setpriority": 140, "mq_open": 180, "mq_unlink": 181, "msgget": 186, "msgctl": 187, "msgrcv": 188,
         "msgsnd": 189, "semget": 190, "semctl": 191, "semtimedop": 192, "semop": 193, "shmget": 194, "shmctl": 195, "shmat": 196,
     },
 }  # fmt: skip
