@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import os
+import subprocess
+import sys
+import tempfile
 import textwrap
 from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
@@ -18,6 +21,7 @@ from etude.sandbox.landlock import LandlockHost
 from etude.sandbox.plain import PlainHost
 from etude.sandbox.probe import Probe, probe, probe_landlock
 
+ROOT = Path(__file__).resolve().parents[2]
 SHOP = {
     "shop/__init__.py": b"",
     "shop/stats.py": b"def mean(xs):\n    return sum(xs) / len(xs)\n\n\ndef double(x):\n    return 2 * x\n",
@@ -189,6 +193,35 @@ def on(request: pytest.FixtureRequest) -> Callable[[Scene], Any]:
     chosen.variant = variant
     chosen.backend = "namespace" if variant in VARIANTS else variant
     return chosen
+
+
+@pytest.fixture
+def as_ordinary_user() -> Iterator[Callable[..., str]]:
+    """Run pytest in a process that has given root up; what it printed. Skips where no interpreter can be executed then."""
+    if os.geteuid() != 0:
+        pytest.skip("the other tests run as an ordinary user already")
+    nobody = 65534
+    scratch = Path(tempfile.mkdtemp(prefix="etude-user-", dir="/tmp"))
+    scratch.chmod(0o777)
+    path = os.pathsep.join(p for p in sys.path if p and "lib-dynload" not in p and "pyenv" not in p)
+    environment = {**os.environ, "PYTHONPATH": path, "HOME": str(scratch), "TMPDIR": str(scratch), "PYTHONDONTWRITEBYTECODE": "1"}
+
+    def run(*arguments: str) -> str:
+        for candidate in (sys.executable, f"/usr/bin/python{sys.version_info.major}.{sys.version_info.minor}"):
+            command = [candidate, "-m", "pytest", *arguments, "-q", "-p", "no:cacheprovider", "--basetemp", str(scratch / "t")]
+            try:
+                done = subprocess.run(
+                    command, user=nobody, group=nobody, extra_groups=[], env=environment, capture_output=True, text=True, cwd=ROOT
+                )
+            except OSError:
+                continue
+            if "No module named" not in done.stderr and done.stdout:
+                assert done.returncode == 0, done.stdout[-8000:]
+                return done.stdout
+        pytest.skip("no interpreter here that user 65534 may execute")
+
+    yield run
+    subprocess.run(["rm", "-rf", str(scratch)], check=True)
 
 
 @pytest.fixture

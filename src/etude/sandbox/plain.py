@@ -59,8 +59,11 @@ class ProcessHost:
         self.boundary = boundary
         self._temporary = root is None
         self.root = Path(tempfile.mkdtemp(prefix=f"etude-{boundary.backend}-")) if root is None else Path(root).absolute()
-        for name in ("layers", "snapshots", "work"):
+        for name in ("layers", "snapshots", "work", "bin"):
             (self.root / name).mkdir(parents=True, exist_ok=True)
+        for name in ("python", "python3"):  # some installations have only python3.11
+            if not Path(os.path.dirname(sys.executable), name).exists() and not (self.root / "bin" / name).is_symlink():
+                (self.root / "bin" / name).symlink_to(sys.executable)
         self.store = ImageStore(self.root)
         self._sandboxes: dict[str, ProcessSandbox] = {}
         self._by_create_id: dict[str, asyncio.Task[ProcessSandbox]] = {}
@@ -123,11 +126,10 @@ class ProcessHost:
             shutil.copyfile(source, target / path)
             (target / path).chmod(mode)
 
-    @staticmethod
-    def _environment(folder: Path) -> dict[str, str]:
+    def _environment(self, folder: Path) -> dict[str, str]:
         (folder / "tmp").mkdir()
         return {
-            "PATH": os.pathsep.join((os.path.dirname(sys.executable), os.environ.get("PATH", ""))),
+            "PATH": os.pathsep.join((os.path.dirname(sys.executable), str(self.root / "bin"), os.environ.get("PATH", ""))),
             "HOME": str(folder / "tmp"),
             "TMPDIR": str(folder / "tmp"),
             "LANG": "C.UTF-8",
