@@ -8,11 +8,12 @@ whole. The boundary record says so, and docs/sandboxes.md lists it.
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 from etude.errors import UserError
 from etude.records import Boundary, Level
-from etude.sandbox import linux
+from etude.sandbox import confined, linux
 from etude.sandbox.plain import ProcessHost
 from etude.sandbox.probe import Probe, probe_landlock
 
@@ -65,4 +66,16 @@ class LandlockHost(ProcessHost):
             raise UserError(found.explain("landlock"))
         super().__init__(boundary(int(found.facts["abi"])), root)
 
+    def _environment(self, folder: Path) -> dict[str, str]:
+        """Without folders of PATH that cannot be read inside: a program that is nowhere should be missing, not forbidden."""
+        variables = super()._environment(folder)
+        tops = [os.path.realpath(path) for path in (*confined.readable(), str(self.root / "bin"))]
+        kept = [path for path in variables["PATH"].split(os.pathsep) if any(_inside(path, top) for top in tops)]
+        return {**variables, "PATH": os.pathsep.join(kept)}
+
     program = ("-P", "-c", f"import sys; sys.path.insert(0, {SOURCE!r}); from etude.sandbox.confined import main; main()")
+
+
+def _inside(path: str, top: str) -> bool:
+    real = os.path.realpath(path)
+    return real == top or real.startswith(top + os.sep)

@@ -10,6 +10,8 @@ import contextlib
 import os
 import re
 import signal
+import subprocess
+import sys
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
@@ -89,7 +91,12 @@ async def user(host: Any) -> bool:
 
 @probe("only chosen packages")
 async def packages(host: Any) -> bool:
-    return (await python(host, "import importlib.util\nassert importlib.util.find_spec('numpy') is None")).code == 0
+    names = "import importlib.metadata as m; print(*sorted({d.metadata['Name'].lower() for d in m.distributions()}))"
+    environment = {"PATH": os.environ["PATH"]}
+    outside = subprocess.run([sys.executable, "-c", names], capture_output=True, text=True, check=True, env=environment).stdout.split()
+    if len(outside) < 12:
+        pytest.skip(f"{sys.executable} itself has next to no packages, so it cannot be told whether they are hidden")
+    return len((await python(host, names)).output.split()) < 10
 
 
 @probe("memory limit")
