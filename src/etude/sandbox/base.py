@@ -20,7 +20,6 @@ from etude.sandbox.interpreter import PYTHON, VENV, Interpreter
 
 SANDBOX_UID = 61000
 """Whom sandboxes run as when sandboxd is root: nobody else's number."""
-DEVICES = ("null", "zero", "full", "random", "urandom")
 ETC = {
     "passwd": "root:x:0:0:root:/:/bin/false\nagent:x:1000:1000:agent:/tmp:/bin/bash\nnobody:x:65534:65534:nobody:/:/bin/false\n",
     "group": "root:x:0:\nagent:x:1000:\nnogroup:x:65534:\n",
@@ -177,7 +176,7 @@ def build(interpreter: Interpreter, paths: dict[str, str], new: str) -> None:
     os.symlink("certs/ca-certificates.crt", f"{new}/etc/ssl/cert.pem")
     if "alternatives" in paths:
         bind("alternatives", "/etc/alternatives")
-    for name in DEVICES:
+    for name in linux.DEVICES:
         Path(f"{new}/dev/{name}").touch()
         linux.bind(f"/dev/{name}", f"{new}/dev/{name}", readonly=False)
     for name, target in (("fd", "/proc/self/fd"), ("stdin", "fd/0"), ("stdout", "fd/1"), ("stderr", "fd/2")):

@@ -150,6 +150,7 @@ class Daemon:
             "shared_kernel": True,
             "network": "none",
             "filter_hash": linux.filter_hash(),
+            "separates": self._separates(),
             "limits": {
                 "memory": memory or "polling of resident memory every 50 ms, and RLIMIT_AS per process",
                 "pids": pids or counted,
@@ -160,6 +161,24 @@ class Daemon:
             },
             "evidence": ["layer diff"],
             "coverage": {"layer diff": "every file of the workspace at its end; links, devices and names that are not UTF-8 by name only"},
+        }
+
+    @staticmethod
+    def _separates() -> dict[str, str]:
+        """The aspects of boundary.py."""
+        abi = linux.landlock_abi()
+        landlock = f"; Landlock ABI {abi}" if abi >= linux.LANDLOCK_NEEDED else ""
+        filtered = "system-call filter; " if linux.filter_hash() else ""
+        return {
+            "read": "mount namespace with nothing of the host but /usr, /lib and this Python" + landlock,
+            "write": "mount namespace, read-only but for the workspace, /tmp and /dev/shm" + landlock,
+            "metadata": "read-only mounts",
+            "processes": "pid, ipc and user namespace" + ("; Landlock scope" if abi >= 6 else ""),
+            "network": "network namespace with a loopback of its own",
+            "neighbours": "namespaces and a tmpfs of each sandbox's own",
+            "kernel": filtered + "no capabilities",
+            "privileges": "user namespace with one user, no capabilities, no_new_privs, no device but five",
+            "server": "it is process 1 of the namespaces, not dumpable, and as confined as what it runs",
         }
 
     # -- loop

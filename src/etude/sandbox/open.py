@@ -8,15 +8,16 @@ from pathlib import Path
 from etude.errors import UserError, nearest
 from etude.protocols import SandboxHost
 
-BACKENDS = ("auto", "namespace", "plain", "remote")
+BACKENDS = ("auto", "namespace", "landlock", "plain", "remote")
 
 
 def open_host(backend: str = "auto", root: Path | str | None = None, unsafe: bool = False) -> SandboxHost:
     """A host that makes sandboxes on this machine. Blocks for about a second; call it before torch is imported.
 
     "auto" is the namespace backend where it works, and an error that says what is missing where it does not. With a
-    `root` where a sandboxd runs already, that one is used. "plain" protects nothing and needs unsafe=True as well.
-    "remote" is the environment service at ETUDE_ENV_URL, with the token ETUDE_ENV_TOKEN.
+    `root` where a sandboxd runs already, that one is used. "landlock" keeps from less (docs/sandboxes.md), and is taken
+    only by name. "plain" protects nothing and needs unsafe=True as well. "remote" is the environment service at
+    ETUDE_ENV_URL, with the token ETUDE_ENV_TOKEN.
     """
     if backend not in BACKENDS:
         raise UserError(f"unknown sandbox backend {backend!r}; {nearest(backend, BACKENDS)}")
@@ -30,6 +31,10 @@ def open_host(backend: str = "auto", root: Path | str | None = None, unsafe: boo
         if not os.environ.get("ETUDE_ENV_URL"):
             raise UserError("the remote backend needs ETUDE_ENV_URL (and ETUDE_ENV_TOKEN); `etude env serve` prints both")
         return RemoteHost(os.environ["ETUDE_ENV_URL"])
+    if backend == "landlock":
+        from etude.sandbox.landlock import LandlockHost
+
+        return LandlockHost(root=root)
     from etude.sandbox.client import NamespaceHost, connect_daemon, start_daemon
 
     require_namespaces()
@@ -45,7 +50,8 @@ def require_namespaces() -> None:
     found = probe()
     if not found.works:
         raise UserError(
-            f"{found.explain()}. To run without any boundary, for code that you trust, ask for it by name: "
+            f"{found.explain()}. In a container that allows no user namespace, backend='landlock' may work, and keeps from less. "
+            "To run without any boundary, for code that you trust, ask for it by name: "
             "backend='plain', unsafe=True (sandbox.backend = \"plain\" and sandbox.unsafe = true in a config)"
         )
 

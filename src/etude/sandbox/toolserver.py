@@ -262,7 +262,11 @@ class Connection:
 
 
 class Server:
-    """Runs operations for its connections. `guard` is called in every forked child before any foreign code."""
+    """Runs operations for its connections. `guard` is called in every forked child before any foreign code.
+
+    `subreaper`: it is not process 1, and orphans of what it started come to it all the same. Commands are then guarded too:
+    as process 1 it needs no guard against them, because the kernel delivers it no signal of theirs.
+    """
 
     def __init__(
         self,
@@ -277,6 +281,7 @@ class Server:
         score_fd: int = -1,
         poll_memory: bool = False,
         poll_pids: bool = False,
+        subreaper: bool = False,
     ) -> None:
         self.workdir, self.limits, self.environment, self.confined = workdir, limits, environment, confined
         self._bin_dir, self._guard, self._score_fd = bin_dir, guard, score_fd
@@ -292,6 +297,8 @@ class Server:
         self._requests: dict[tuple[Connection, int], Run] = {}
         self._deadline = time.monotonic() + limits["wall_s"]
         self._is_init = os.getpid() == 1
+        self._top = os.getpid() if self._is_init or subreaper else 0
+        """The process to which orphans come, 0 where they are lost."""
         self._base_path = [entry for entry in sys.path if entry]
         self._stop = False
         self.exit_without_clients = False
@@ -484,7 +491,7 @@ class Server:
 
     def _kill_strays(self, run: Run) -> None:
         """Kill what `run` left outside of its process group: its session, its descendants, and orphans that no live run explains."""
-        if not self._is_init:
+        if not self._top:
             return
         for _ in range(20):  # a process may fork while it is looked at
             victims = [pid for pid in self._strays(run) if pid not in self._runs]
@@ -507,29 +514,33 @@ class Server:
 
     def _strays(self, run: Run) -> list[int]:
         """Processes of the run's session, and, when no other run goes on that could have made them, all that came with it."""
-        table = process_table()
+        table = self._family()
         others = {pid for pid in self._runs if pid != run.pid}
 
         def is_stray(pid: int) -> bool:
             session, state = table[pid][1:]
-            if pid == 1 or state == "Z" or others & {pid, session}:
+            if pid == self._top or state == "Z" or others & {pid, session}:
                 return False
             if session == run.pid:
                 return True
             ancestors = set()
-            while pid in table and pid != 1 and pid not in ancestors:
+            while pid in table and pid != self._top and pid not in ancestors:
                 ancestors.add(pid)
                 pid = table[pid][0]
             return not others and not ancestors & run.before
 
         return [pid for pid in table if is_stray(pid)]
 
+    def _family(self) -> dict[int, tuple[int, int, str]]:
+        """pid -> (parent, session, state) of every process of the sandbox, this one too."""
+        if self._is_init:
+            return process_table(process_ids())
+        return process_table(descendants(self._top) | {self._top}) if self._top else {}
+
     def kill_all(self) -> None:
         for run in list(self._runs.values()):
             self._kill_group(run.pid)
-        if self._is_init:
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.kill(-1, signal.SIGKILL)
+        self._signal_all(signal.SIGKILL)
 
     def _watch(self) -> None:
         """Where the kernel does not count: add up what the sandbox's processes are and hold, and stop the runs when it is too much."""
@@ -537,7 +548,7 @@ class Server:
             excess = ""
             if self._poll_pids and len(process_ids()) > self.limits["pids"]:
                 excess = "pids"
-            elif self._poll_memory and resident_bytes() > self.limits["memory_bytes"]:
+            elif self._poll_memory and resident_bytes(process_ids() - {1}) > self.limits["memory_bytes"]:
                 excess = "memory"
             for run in list(self._runs.values()) if excess else ():
                 self._stop_run(run, excess)
@@ -566,7 +577,7 @@ class Server:
 
     def _census(self) -> tuple[dict[str, int], set[int]]:
         """Before a run: how often limits were hit, and which processes there are."""
-        return {name: self._counter(name) for name in self._counter_fds}, process_ids() if self._is_init else set()
+        return {name: self._counter(name) for name in self._counter_fds}, set(self._family())
 
     def _spawn(
         self, argv: list[str], cwd: str, environment: dict[str, str], stdin: bytes, ended: Callable[[Run], None], timeout_s: float
@@ -580,7 +591,14 @@ class Server:
                     source.write(stdin)
                     source.seek(0)
                 popen = subprocess.Popen(
-                    argv, cwd=cwd, env=environment, stdin=source, stdout=write_end, stderr=write_end, start_new_session=True
+                    argv,
+                    cwd=cwd,
+                    env=environment,
+                    stdin=source,
+                    stdout=write_end,
+                    stderr=write_end,
+                    start_new_session=True,
+                    preexec_fn=self._prepare_command if self._top and not self._is_init else None,
                 )
         except BaseException:
             os.close(read_end)
@@ -588,11 +606,17 @@ class Server:
         finally:
             os.close(write_end)
         with contextlib.suppress(ProcessLookupError, PermissionError):
-            for kind, pair in self._child_limits().items():
+            for kind, pair in self._child_limits().items() if self._is_init or not self._top else ():
                 set_limit(popen.pid, kind, pair)
         run = Run(popen.pid, read_end, Capture(int(self.limits["output_bytes"])), ended)
         run.popen, run.counters, run.before = popen, counters, before
         return self._start(run, timeout_s)
+
+    def _prepare_command(self) -> None:
+        """In the child, before it becomes the command."""
+        for kind, pair in self._child_limits().items():
+            resource.setrlimit(kind, pair)
+        self._guard()
 
     def _fork(self, body: Callable[[int], None], ended: Callable[[Run], None], timeout_s: float, *, results: bool = False) -> Run:
         """Run `body(results fd)` in a fork of this process. It must not return normally to the loop, and never does."""
@@ -639,9 +663,7 @@ class Server:
             os.dup2(results, first_free, inheritable=False)
             first_free += 1
         os.closerange(first_free, min(resource.getrlimit(resource.RLIMIT_NOFILE)[0], 1 << 20))
-        for kind, pair in self._child_limits().items():
-            resource.setrlimit(kind, pair)
-        self._guard()
+        self._prepare_command()
         return 3 if results >= 0 else -1
 
     # -- operations: state
@@ -662,7 +684,16 @@ class Server:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(-1, number)
             return
-        for run in self._runs.values():
+        signalled: set[int] = set()
+        for _ in range(20):  # a process may fork while others are signalled
+            family = {pid for pid, (_, _, state) in self._family().items() if state != "Z"} - {self._top} - signalled
+            if not family:
+                break
+            for pid in family:
+                with contextlib.suppress(ProcessLookupError, PermissionError):
+                    os.kill(pid, number)
+            signalled |= family
+        for run in self._runs.values() if not self._top else ():
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(run.pid, number)
 
@@ -1099,14 +1130,23 @@ class Server:
             name: [session.cwd, session.environment, session.state.decode("utf-8", "surrogateescape")]
             for name, session in self._sessions.items()
         }
-        reply({"state": {"sessions": sessions, "jobs": self._commands}})
+        reply({"state": {"workdir": self.workdir, "sessions": sessions, "jobs": self._commands}})
 
     def op_session_restore(self, arguments: dict[str, Any], reply: Callable) -> None:
-        """Take up such a state. A server that has one already keeps it: its client was adopted, not restored."""
+        """Take up such a state. A server that has one already keeps it: its client was adopted, not restored.
+
+        Where every sandbox has a folder of its own (no mount namespace), that folder's name is replaced wherever it stands.
+        """
         state = arguments["state"]
+        there, here = (os.path.dirname(path) for path in (state["workdir"], self.workdir))
+
+        def moved(text: str) -> str:
+            return text if there == here else text.replace(there, here)
+
         if not self._sessions and not self._commands:
             for name, (cwd, environment, text) in state["sessions"].items():
-                self._sessions[name] = Session(cwd, environment, text.encode("utf-8", "surrogateescape"))
+                variables = {key: moved(value) for key, value in environment.items()}
+                self._sessions[name] = Session(moved(cwd), variables, moved(text).encode("utf-8", "surrogateescape"))
             self._commands.update(state["jobs"])
         reply({})
 
@@ -1274,10 +1314,27 @@ def process_ids() -> set[int]:
     return {int(name) for name in os.listdir("/proc") if name.isdigit()}
 
 
-def process_table() -> dict[int, tuple[int, int, str]]:
+def descendants(top: int) -> set[int]:
+    """Processes below `top`, by the kernel's own lists of children."""
+    found: set[int] = set()
+    waiting = [top]
+    while waiting:
+        pid = waiting.pop()
+        try:
+            for task in os.listdir(f"/proc/{pid}/task"):
+                with open(f"/proc/{pid}/task/{task}/children", "rb") as file:
+                    children = {int(child) for child in file.read().split()} - found
+                found |= children
+                waiting += children
+        except OSError:  # it ended while it was looked at
+            continue
+    return found
+
+
+def process_table(pids: set[int]) -> dict[int, tuple[int, int, str]]:
     """pid -> (parent, session, state)."""
     table = {}
-    for pid in process_ids():
+    for pid in pids:
         try:
             with open(f"/proc/{pid}/stat", "rb") as file:
                 fields = file.read().rpartition(b")")[2].split()
@@ -1287,18 +1344,17 @@ def process_table() -> dict[int, tuple[int, int, str]]:
     return table
 
 
-def resident_bytes() -> int:
-    """Memory that the processes of this pid namespace hold for themselves; files in memory are bounded by the disk limit."""
+def resident_bytes(pids: set[int]) -> int:
+    """Memory that processes hold for themselves; files in memory are bounded by the disk limit."""
     page = os.sysconf("SC_PAGE_SIZE")
     total = 0
-    for name in os.listdir("/proc"):
-        if name.isdigit() and name != "1":
-            try:
-                with open(f"/proc/{name}/statm", "rb") as file:
-                    fields = file.read().split()
-            except OSError:
-                continue
-            total += (int(fields[1]) - int(fields[2])) * page
+    for pid in pids:
+        try:
+            with open(f"/proc/{pid}/statm", "rb") as file:
+                fields = file.read().split()
+        except OSError:
+            continue
+        total += (int(fields[1]) - int(fields[2])) * page
     return total
 
 

@@ -34,6 +34,7 @@ INSIDE_ID = 1000
 REPO = "/repo"
 """The workspace, as every sandbox sees it."""
 LAYERS, SCRATCH = "/mnt/layers", "/mnt/scratch"
+WRITABLE = (REPO, "/tmp", "/dev/shm")
 MAX_MESSAGE = 1 << 16
 MAX_FDS = 32
 
@@ -257,6 +258,7 @@ def close_doors(
         resource.setrlimit(kind, (value, value))
     linux.drop_capabilities()
     linux.prctl(linux.PR_SET_NO_NEW_PRIVS, 1)
+    linux.landlock(read=("/",), write=WRITABLE, devices=[f"/dev/{name}" for name in linux.DEVICES])
     linux.install_filter()
     linux.prctl(linux.PR_SET_DUMPABLE, 0)
     return score_fd, ways_out

@@ -33,11 +33,11 @@ def test_a_network_is_limited_to_what_was_asked_for_or_refused(on, shop) -> None
 
     async def scene(host) -> None:
         image = await host.add_image(shop)
-        try:
-            sandbox = await host.create(image, network=policy)
-        except UserError as error:
-            assert "network" in str(error)
+        if on.backend != "namespace" or on.variant == "remote":  # a service gives none unless its operator says so
+            with pytest.raises(UserError, match="network"):
+                await host.create(image, network=policy)
             return
+        sandbox = await host.create(image, network=policy)
         assert (await sandbox.info()).boundary.network == f"allow-list {policy.hash}"
 
     on(scene)

@@ -86,7 +86,12 @@ def test_a_fork_at_level_one_carries_sessions_both_ways_apart(on, shop) -> None:
         first, second = [await each.open_session("main") for each in (one, two)]
         for each in (first, second):
             assert (await each.run("echo $mood ${PWD##*/}; twice x; cat more.txt")).output == b"calm shop\nx x\nmore\n"
-        await first.run("mood=wild; cd ..")
+        for each, shell in ((one, first), (two, second)):
+            places = (await shell.run('pwd; echo $TMPDIR; cd "$HOME"; cd - >/dev/null')).output.decode().split()
+            assert places[0] == (await each.info()).workdir + "/shop"
+            assert places[1] == (await each.exec(["sh", "-c", "echo $TMPDIR"])).output.decode().strip()
+        await first.run("mood=wild; echo less > more.txt; cd ..")
+        assert (await session.run("cat more.txt")).output == b"more\n"
         assert (await second.run("echo $mood ${PWD##*/}")).output == b"calm shop\n"
         assert (await session.run("echo $mood ${PWD##*/}")).output == b"calm shop\n"
         poll = await one.call("job_poll", {"job": "1"})
@@ -94,7 +99,7 @@ def test_a_fork_at_level_one_carries_sessions_both_ways_apart(on, shop) -> None:
         assert "sleep 100" in poll["text"]
         assert (await one.call("job_start", {"command": "true"}))["job"] == "2"
         assert (await (await bare.open_session("main")).run("echo ${mood-unset}")).output == b"unset\n"
-        assert await one.diff() == []
+        assert await two.diff() == []
 
         snapshot = await two.snapshot(Level.SESSION)
         files_only = await two.snapshot()
