@@ -134,7 +134,16 @@ def test_requests_are_judged_by_method_path_and_phase() -> None:
     assert "no path pattern" in why("pypi.org", "GET", "/legacy/")
     assert "denied by" in why("pypi.org", "GET", "/simple/secret-thing/")
     assert "denied by" in why("pypi.org", "GET", "/simple/%73ecret-thing/")
+    for detour in (
+        "//simple//secret-thing/",
+        "/simple/./secret-thing/",
+        "/simple\\secret-thing/",
+        "/Simple/SECRET-thing/",
+        "/simple/%2fsecret/",
+    ):
+        assert "denied by" in why("pypi.org", "GET", detour), detour
     assert "'..'" in why("pypi.org", "GET", "/simple/../legacy/")
+    assert "'..'" in why("pypi.org", "GET", "/simple/..\\legacy/")
     assert "'..'" in why("pypi.org", "GET", "/simple/%2e%2e/legacy/")
     assert "'..'" in why("pypi.org", "GET", "/simple/%25252525252e/")
     assert "no rule of phase" in why("git.example", "POST", "/x")

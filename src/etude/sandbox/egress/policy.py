@@ -187,7 +187,7 @@ class NetworkPolicy:
         reason = self._denied(name, target)
         if reason:
             return Decision(allowed=False, reason=reason)
-        path = decoded(target.partition("?")[0])
+        path = plain_path(target)
         if path is None or "/../" in f"{path}/":
             return Decision(allowed=False, reason="a path with '..' or a broken escape has no one meaning")
         why = self._no_rule(phase, name)
@@ -206,10 +206,10 @@ class NetworkPolicy:
         return f"no rule of phase {phase!r} allows {name}"
 
     def _denied(self, name: str, target: str) -> str:
-        path = decoded(target.partition("?")[0]) or "/"
+        path = (plain_path(target) or "/").lower()
         for pattern in self.deny:
             host, slash, rest = pattern.partition("/")
-            if matches(host, name) and (not slash or (target and fnmatch.fnmatchcase(path, f"/{rest}"))):
+            if matches(host, name) and (not slash or (target and fnmatch.fnmatchcase(path, f"/{rest.lower()}"))):
                 return f"denied by {pattern!r}"
         for project in self.projects:
             if mentions(project, name, target):
@@ -318,6 +318,18 @@ def decoded(path: str) -> str | None:
             return path
         path = plain
     return None
+
+
+def plain_path(target: str) -> str | None:
+    """The path of a request as its reader may see it: escapes undone, backslashes and runs of slashes read as one slash, a single dot
+    as nothing."""
+    path = decoded(target.partition("?")[0])
+    if path is None:
+        return None
+    path = re.sub(r"[/\\]+", "/", path)
+    while "/./" in path:
+        path = path.replace("/./", "/")
+    return path
 
 
 def _plain(text: str) -> str:
