@@ -20,7 +20,7 @@ from etude.doctor import Probe, Status
 
 SCHEMA = json.loads((Path(__file__).resolve().parents[1] / "docs" / "schemas" / "doctor.json").read_text())
 HERE = {"python", "torch", "memory", "disk", "gpu", "vllm", "git", "ripgrep"}
-NAMES = HERE | {"sandbox", "userns", "overlayfs", "seccomp", "landlock", "cgroups", "bubblewrap", "docker", "kvm"}
+NAMES = HERE | {"sandbox", "sandbox-landlock", "userns", "overlayfs", "seccomp", "landlock", "cgroups", "bubblewrap", "docker", "kvm"}
 
 
 @pytest.fixture(scope="module")
@@ -125,11 +125,17 @@ def test_a_refusal_says_why_and_how():
     )
 
 
-@pytest.mark.parametrize("userns, overlay", [(True, True), (True, False), (False, True), (False, False)])
-def test_the_namespace_sandbox_needs_both(userns, overlay):
-    probe = doctor.probe_namespace_sandbox(userns, overlay)
-    assert (probe.status is Status.OK) == (userns and overlay)
-    assert ("user namespaces" in probe.found) == (not userns)
+@pytest.mark.parametrize("backend", ["namespace", "landlock"])
+def test_a_sandbox_works_when_its_doors_were_seen_shut(backend):
+    works = doctor.probe_sandbox(backend, (0, json.dumps({"works": True, "facts": {}}), ""))
+    assert (works.status, works.found) == (Status.OK, f"backend `{backend}` works here")
+    said = {"works": False, "failed_step": "user namespace", "error": "Operation not permitted", "remedy": "sysctl ..."}
+    lacks = doctor.probe_sandbox(backend, (0, json.dumps(said), ""))
+    assert lacks.status is Status.NO
+    assert "user namespace: Operation not permitted" in lacks.found
+    assert lacks.how == "sysctl ..."
+    for answer in ((None, "", "no answer in time"), (1, "", "Traceback"), (0, "nonsense", "")):
+        assert doctor.probe_sandbox(backend, answer).status is Status.NO
 
 
 @pytest.mark.parametrize(

@@ -16,12 +16,19 @@ the function returns an exit status or None:
     etude.launch:model_add(*, source, name, dtype, force, json)
     etude.launch:model_ls(*, json)
     etude.launch:model_rm(*, name, json)
+    etude.sandbox.service.commands:serve(*, root, listen, tokens, memory, network, secret, endpoint, drain, tls_cert, tls_key, insecure)
+    etude.sandbox.service.commands:ls(*, server, json)
+    etude.sandbox.service.commands:execute(*, server, env, command, timeout)
+    etude.sandbox.service.commands:fork(*, server, env, count, level, ttl, json)
+    etude.sandbox.service.commands:rm(*, server, envs, json)
     etude.debug:mismatch(*, run, step, json, overrides)
     etude.doctor:main(*, json)
     etude.bench:main(*, name, device, quick, write)
 
-Types: recipe, resume, name, suite, model, prompt, run, device, source, dtype: str (or None where optional); out, folder: Path;
-overrides, sources: tuple of str; seed, count, max_tokens, step: int; temperature, top_p: float; json, quick, write, force: bool.
+Types: recipe, resume, name, suite, model, prompt, run, device, source, dtype, listen, tls_cert, tls_key, server, env, command, level: str
+(or None where optional); out, folder, root, tokens: Path; overrides, sources: tuple of str; secret, endpoint, envs: list of str;
+seed, count, max_tokens, step: int; temperature, top_p, memory, drain, timeout, ttl: float; json, quick, write, force, network,
+insecure: bool.
 
 Exit status: 0 done, 1 etude failed, 2 the caller can fix it (`error: message` on stderr), 130 interrupted.
 ETUDE_TRACEBACK=1 shows where an error came from.
@@ -169,6 +176,51 @@ def _model_rm(parser: argparse.ArgumentParser) -> None:
     _json(parser)
 
 
+def _env_serve(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--root", type=Path, required=True, metavar="DIR", help="folder for images, snapshots, leases and the token file")
+    parser.add_argument("--listen", default="127.0.0.1:7711", metavar="ADDRESS:PORT", help="where to listen (default 127.0.0.1:7711)")
+    parser.add_argument("--tokens", type=Path, metavar="FILE", help="lines OWNER:TOKEN (default DIR/tokens, made with one token)")
+    parser.add_argument("--memory", type=float, default=0.0, metavar="GIB", help="memory for sandboxes (default 4/5 of the machine)")
+    parser.add_argument("--network", action="store_true", help="let sandboxes have a network by policy; without this they have none")
+    parser.add_argument("--secret", action="append", default=[], metavar="NAME", help="environment variable that policies may inject")
+    parser.add_argument("--endpoint", action="append", default=[], metavar="ADDRESS:PORT", help="place that policies may name with `at`")
+    parser.add_argument("--drain", type=float, default=600.0, metavar="S", help="how long SIGTERM waits for environments (default 600)")
+    parser.add_argument("--tls-cert", metavar="PEM", help="certificate; needed for addresses other than loopback")
+    parser.add_argument("--tls-key", metavar="PEM")
+    parser.add_argument("--insecure", action="store_true", help="send tokens in the clear on other addresses than loopback")
+
+
+def _env_client(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--server", metavar="URL", help="default ETUDE_ENV_URL; the token is ETUDE_ENV_TOKEN")
+
+
+def _env_ls(parser: argparse.ArgumentParser) -> None:
+    _env_client(parser)
+    _json(parser)
+
+
+def _env_exec(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("env", metavar="ID", help="an id that `etude env ls` shows")
+    parser.add_argument("command", metavar="COMMAND", help="one shell command line, quoted")
+    parser.add_argument("--timeout", type=float, default=60.0, metavar="S")
+    _env_client(parser)
+
+
+def _env_fork(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("env", metavar="ID", help="an id that `etude env ls` shows")
+    parser.add_argument("--count", type=_positive, default=1, help="forks wanted (default 1)")
+    parser.add_argument("--level", choices=("L0", "L1", "L2", "L3"), default="L0", help="files, sessions, processes or the machine")
+    parser.add_argument("--ttl", type=float, default=900.0, metavar="S", help="how long they live (default 900)")
+    _env_client(parser)
+    _json(parser)
+
+
+def _env_rm(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("envs", nargs="+", metavar="ID", help="ids that `etude env ls` shows")
+    _env_client(parser)
+    _json(parser)
+
+
 def _json(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="last line of output is one JSON object (schema in docs/schemas)")
 
@@ -187,7 +239,8 @@ def _nothing(parser: argparse.ArgumentParser) -> None:
 # ---------------------------------------------------------------------------------------------------
 # The table
 
-SEE, TASKS, TRAIN, JUDGE, HERE = "See the whole loop work", "Make tasks", "Train", "Use and judge a model", "This machine, this code"
+SEE, TASKS, TRAIN, JUDGE = "See the whole loop work", "Make tasks", "Train", "Use and judge a model"
+SANDBOXES, HERE = "Run sandboxes for other machines", "This machine, this code"
 
 COMMANDS: dict[str, Command] = {
     "demo": Command(SEE, "", "train the shipped model on a laptop, watch it get better, see it solve a task", "etude.launch:demo", _demo),
@@ -214,6 +267,11 @@ COMMANDS: dict[str, Command] = {
     ),
     "model ls": Command(JUDGE, "", "models that have a name here", "etude.launch:model_ls", _json, schema="models"),
     "model rm": Command(JUDGE, "NAME", "take a model off the shelf", "etude.launch:model_rm", _model_rm, schema="models"),
+    "env serve": Command(SANDBOXES, "--root DIR", "run sandboxes for other machines", "etude.sandbox.service.commands:serve", _env_serve),
+    "env ls": Command(SANDBOXES, "", "environments that live on a server", "etude.sandbox.service.commands:ls", _env_ls, schema="envs"),
+    "env exec": Command(SANDBOXES, "ID COMMAND", "run a command in one", "etude.sandbox.service.commands:execute", _env_exec),
+    "env fork": Command(SANDBOXES, "ID", "copies that start from it", "etude.sandbox.service.commands:fork", _env_fork, schema="envs"),
+    "env rm": Command(SANDBOXES, "ID...", "end environments", "etude.sandbox.service.commands:rm", _env_rm, schema="envs"),
     "doctor": Command(HERE, "", "what this machine can and cannot do, and how to enable it", "etude.doctor:main", _json, schema="doctor"),
     "bench": Command(HERE, "NAME", "measure one claim against a named peer", "etude.bench:main", _bench),
     "test": Command(HERE, "[--all] [pytest arguments]", "run this clone's tests (--all: the long ones too)", "etude.cli:test", _nothing),

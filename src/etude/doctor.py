@@ -127,6 +127,7 @@ def probe_all() -> list[Probe]:
     torch_child = Child([sys.executable, "-P", "-c", TORCH_LIBRARY])
     gpu_child = Child(["nvidia-smi", "--query-gpu=name,memory.total,driver_version", "--format=csv,noheader"])
     kernel = {name: Child([sys.executable, "-I", "-S", __file__, name]) for name in CHILD_PROBES}
+    sandboxes = {backend: Child([sys.executable, "-I", "-S", "-c", SANDBOX, backend]) for backend in ("namespace", "landlock")}
     bwrap_child = Child(["bwrap", "--ro-bind", "/", "/", "--unshare-all", "--die-with-parent", "true"])
     tools = {name: Child([name, "--version"]) for name in ("rg", "git")}
     userns, overlay = kernel["userns"].result(), kernel["overlay"].result()
@@ -135,7 +136,8 @@ def probe_all() -> list[Probe]:
         probe_torch(torch_child.result()),
         probe_memory(),
         probe_disk(Path.cwd()),
-        probe_namespace_sandbox(userns[0] == 0, overlay[0] == 0),
+        probe_sandbox("namespace", sandboxes["namespace"].result()),
+        probe_sandbox("landlock", sandboxes["landlock"].result()),
         probe_userns(userns),
         probe_overlay(overlay),
         probe_seccomp(kernel["seccomp"].result()),
@@ -304,18 +306,25 @@ def probe_disk(folder: Path) -> Probe:
 # Sandboxes
 
 
-def probe_namespace_sandbox(userns: bool, overlay: bool) -> Probe:
-    enables = "sandboxes with their own file system, processes and no network, without root"
-    if userns and overlay:
-        return Probe(name="sandbox", status=Status.OK, found="backend `namespace` works here", enables=enables)
-    lacking = " and ".join(n for n, has in (("user namespaces", userns), ("overlay mounts in them", overlay)) if not has)
-    return Probe(
-        name="sandbox",
-        status=Status.NO,
-        found=f"backend `namespace` cannot run: no {lacking}; only `plain` (protects nothing, asked for by name)",
-        enables=enables,
-        how="see the lines below",
-    )
+SANDBOX = f"import sys; sys.path.insert(0, {str(Path(__file__).resolve().parents[1])!r}); from etude.sandbox.probe import main; main()"
+"""Shuts every door that a sandbox of the backend shuts, and looks that they are shut."""
+
+
+def probe_sandbox(backend: str, result: Answer) -> Probe:
+    enables = {
+        "namespace": "sandboxes with their own file system, processes and no network, without root",
+        "landlock": "sandboxes where no user namespace can be made, as in hardened containers (they keep from less: docs/sandboxes.md)",
+    }[backend]
+    name = "sandbox" if backend == "namespace" else f"sandbox-{backend}"
+    said: dict[str, Any]
+    try:
+        said = jsonlib.loads(result[1]) if result[0] == 0 else {"works": False, "failed_step": "probe", "error": _why(result), "remedy": ""}
+    except ValueError:
+        said = {"works": False, "failed_step": "probe", "error": f"it said {result[1][:200]!r}", "remedy": ""}
+    if said["works"]:
+        return Probe(name=name, status=Status.OK, found=f"backend `{backend}` works here", enables=enables)
+    found = f"backend `{backend}` cannot run: {said['failed_step']}: {said['error']}"
+    return Probe(name=name, status=Status.NO, found=found, enables=enables, how=said["remedy"] or "see the lines below")
 
 
 def userns_advice() -> str:

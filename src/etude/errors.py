@@ -6,6 +6,7 @@
     |   |-- RecordError               a stored record is malformed or of another schema version
     |   |-- CheckpointError           a checkpoint or model folder cannot be used
     |   |-- TaskError                 a task or a source of tasks is unusable
+    |   |-- PatchError                a patch is malformed, or does not fit the files
     |   `-- MissingExtra              an optional dependency is not installed
     |-- IntegrityError                bytes differ from what their hash promises; never retried silently
     `-- InfraError                    a machine broke; the rollout is masked, never scored as a wrong answer
@@ -49,6 +50,10 @@ class CheckpointError(UserError):
 
 class TaskError(UserError):
     """A task folder or a source of tasks cannot be used."""
+
+
+class PatchError(UserError):
+    """A patch cannot be read, or does not fit the files it names. Nothing was changed."""
 
 
 class MissingExtra(UserError):

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import builtins
+import dataclasses
 import inspect
 import posixpath
 import re
@@ -33,10 +34,13 @@ from etude.protocols import (
     FileStat,
     GenerateRequest,
     Generation,
+    GradeBundle,
+    GradedRun,
     Limits,
     Reply,
     SandboxInfo,
     Scored,
+    Session,
 )
 from etude.records import Boundary, Finish, Group, Level, Manifest, Message, Sampling, StepReport, Task, Version, content_hash
 from etude.rewards.parts import RewardConfig
@@ -44,6 +48,8 @@ from etude.rollout import checkpoint
 from etude.rollout.recorder import Recorder
 from etude.rollout.rollout import AgentRollout
 from etude.rollout.slots import Slots
+from etude.sandbox.graded import graded_run
+from etude.sandbox.patch import parse, patched
 from etude.sandbox.toolserver import glob_matcher
 from etude.tasks.source import KataConfig, KataSource, kata_of
 from etude.text.calls import assistant_message, format_call
@@ -86,6 +92,7 @@ class MemorySandbox:
         """Every operation asked for, in order."""
         self._base = dict(files)
         self._host, self._image, self._id = host, image, id
+        self._origin = host.origins.get(image, image)
         self._jobs: dict[str, _Job] = {}
         self._destroyed = False
 
@@ -130,6 +137,28 @@ class MemorySandbox:
         path = _relative(path)
         return self._stat(path) if path in self.files or self._names(path) else None
 
+    async def apply_changes(self, changes: Sequence[Change]) -> None:
+        self._alive()
+        for change in sorted(changes, key=lambda change: change.data is not None):
+            path = _relative(change.path)
+            for other in [other for other in self.files if f"{other}/".startswith(f"{path}/") or path.startswith(f"{other}/")]:
+                del self.files[other]
+            if change.data is not None:
+                self.files[path] = bytes(change.data)
+
+    async def apply_patch(self, patch: str) -> tuple[str, ...]:
+        self._alive()
+        changes = patched(parse(patch), {path: (data, 0o644) for path, data in self.files.items()})
+        await self.apply_changes(changes)
+        return tuple(change.path for change in changes)
+
+    async def open_session(self, name: str = "", *, cwd: str = "", env: Mapping[str, str] | None = None) -> Session:
+        raise UserError("the memory backend has no shell, so it opens no session; use another backend")
+
+    async def grade(self, bundle: GradeBundle) -> GradedRun:
+        self._alive()
+        return await graded_run(self._host, dataclasses.replace(bundle, image=bundle.image or self._origin))
+
     async def diff(self) -> builtins.list[Change]:
         self._alive()
         paths = sorted({*self.files, *self._base})
@@ -138,12 +167,12 @@ class MemorySandbox:
     async def snapshot(self, level: Level = Level.FILES, *, require: bool = True) -> str:
         self._alive()
         _only_files(level, require)
-        return await self._host.add_image(self.files)
+        image = await self._host.add_image(self.files)
+        self._host.origins.setdefault(image, self._origin)
+        return image
 
     async def fork(self, n: int, level: Level = Level.FILES, *, require: bool = True) -> builtins.list[MemorySandbox]:
-        self._alive()
-        _only_files(level, require)
-        image = await self._host.add_image(self.files)
+        image = await self.snapshot(level, require=require)
         return [await self._host.create(image) for _ in range(n)]
 
     async def pause(self) -> None:
@@ -322,6 +351,8 @@ class MemoryHost:
         self.commands = dict(commands or {})
         self.judge = judge
         self.images: dict[str, Files] = {}
+        self.origins: dict[str, str] = {}
+        """snapshot -> the image that its history began with."""
         self.live: dict[str, MemorySandbox] = {}
         self._by_create_id: dict[str, str] = {}
         self._made = 0

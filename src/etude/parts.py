@@ -54,7 +54,8 @@ class EvalConfig:
 
 @config
 class SandboxConfig:
-    backend: Literal["auto", "namespace", "plain"] = "auto"
+    backend: Literal["auto", "namespace", "plain", "remote"] = "auto"
+    """remote: the environment service at ETUDE_ENV_URL, with the token ETUDE_ENV_TOKEN."""
     unsafe: bool = False
     """Needed for the plain backend, which protects nothing."""
 

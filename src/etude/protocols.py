@@ -149,6 +149,8 @@ class ExecResult:
     limit: str = ""
     """Name of the limit that ended it: memory | pids | disk | output | cpu | wall, or empty."""
     seconds: float = 0.0
+    kept: bool = True
+    """False for a command of a session whose changes to the session were lost, because it was killed or replaced its shell."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -180,6 +182,45 @@ class Change:
     mode: int = 0o644
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GradeBundle:
+    """What is graded: changes and hidden files over a tree that the agent never touched, and the tests to run there."""
+
+    changes: tuple[Change, ...] = ()
+    """Already sorted: only what may count."""
+    files: Mapping[str, bytes] = field(default_factory=dict)
+    """Put over the changes: hidden tests, restored test surface."""
+    args: tuple[str, ...] = ("-q",)
+    """Of pytest."""
+    timeout_s: float = 60.0
+    image: str = ""
+    """What to grade on; empty for the image that the sandbox's history began with, whatever was forked since."""
+    limits: Limits | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GradedRun:
+    """One test run in a pristine sandbox that was made for it and is gone."""
+
+    answer: Mapping[str, Any]
+    """Of the `pytest` operation with a report; empty when the changes could not be applied."""
+    graded: str
+    """Hash over the image, the changes and the files: names exactly what was graded."""
+    image: str
+    refused: str = ""
+    """Why the changes could not be applied (the agent's doing), or empty."""
+
+
+class Session(Protocol):
+    """A shell whose folder, variables, functions, aliases and options last from one command to the next."""
+
+    name: str
+
+    async def run(self, command: str, *, timeout_s: float = 60.0) -> ExecResult: ...
+
+    async def close(self) -> None: ...
+
+
 @runtime_checkable
 class Sandbox(Protocol):
     """A running environment. Paths are relative to the workspace unless absolute."""
@@ -202,6 +243,22 @@ class Sandbox(Protocol):
     async def list(self, path: str = ".") -> builtins.list[FileStat]: ...
 
     async def stat(self, path: str) -> FileStat | None: ...
+
+    async def apply_changes(self, changes: Sequence[Change]) -> None:
+        """The inverse of `diff`: make the workspace hold these files, whatever stands in their way. OSError when it does not take them."""
+        ...
+
+    async def apply_patch(self, patch: str) -> tuple[str, ...]:
+        """Apply a unified diff, all of it or nothing. Returns the paths it changed; PatchError (a UserError) names what does not fit."""
+        ...
+
+    async def open_session(self, name: str = "", *, cwd: str = "", env: Mapping[str, str] | None = None) -> Session:
+        """Open a shell session, or take up the one of that name (after a fork at level L1: the one of the parent)."""
+        ...
+
+    async def grade(self, bundle: GradeBundle) -> GradedRun:
+        """Run tests in a new sandbox on a tree the agent never touched. InfraError when a machine broke, never a bad grade."""
+        ...
 
     async def diff(self) -> builtins.list[Change]: ...
 

@@ -336,14 +336,27 @@ class Boundary(Record):
     backend: str
     shared_kernel: bool = True
     hypervisor: str = ""
+    """Name of the virtual machine monitor; empty without one."""
+    hardware: str = "native"
+    """native | virtualised | emulated: what the processor is to the code that runs."""
     network: str = "none"
     capabilities: tuple[str, ...] = ()
+    """Privileges that processes of the sandbox hold."""
     filter_hash: str = ""
+    """Of the system-call filter; empty without one."""
+    separates: dict[str, str] = field(default_factory=dict)
+    """aspect of the host -> what keeps the sandbox from it, or "nothing". The aspects are those of docs/sandboxes.md, and the corpus of
+    escape attempts proves each claim."""
     limits: dict[str, str] = field(default_factory=dict)
     """limit name -> what enforces it, or "nothing"."""
     evidence: tuple[str, ...] = ()
     """Kinds of evidence the host collects."""
+    coverage: dict[str, str] = field(default_factory=dict)
+    """kind of evidence -> what it sees and what it misses."""
+    levels: tuple[Level, ...] = (Level.FILES,)
+    """What a snapshot or a fork may be asked for."""
     level: Level = Level.FILES
+    """What was carried over when this sandbox was made: L0 from an image, else the level of the snapshot or fork."""
 
 
 @record

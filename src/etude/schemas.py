@@ -374,6 +374,23 @@ OUTPUTS: dict[str, Schema] = {
             )
         ),
     ),
+    "envs": _plain(
+        "Last line of `etude env ls --json`, `etude env fork --json` and `etude env rm --json`",
+        changed={"description": "ids of environments that were made or ended", **_list(STRING)},
+        envs=_list(
+            _plain(
+                "One environment of the token's owner.",
+                id=STRING,
+                state={"enum": ["starting", "live", "ending"]},
+                image=STRING,
+                create_id=STRING,
+                leases=_list({"enum": ["rollout", "grade"]}),
+                running=COUNT,
+                memory_bytes=COUNT,
+                network=BOOLEAN,
+            )
+        ),
+    ),
 }
 """Name of a schema file -> what it says. Every command with `--json` names one of these in its `Command.schema`."""
 

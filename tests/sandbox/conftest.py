@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import os
+import signal
+import subprocess
+import sys
+import tempfile
 import textwrap
 from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
@@ -14,9 +18,12 @@ import pytest
 from etude.sandbox.cgroups import places
 from etude.sandbox.client import DaemonHandle, NamespaceHost, start_daemon
 from etude.sandbox.daemon import root_key
+from etude.sandbox.landlock import LandlockHost
 from etude.sandbox.plain import PlainHost
-from etude.sandbox.probe import Probe, probe
+from etude.sandbox.probe import Probe, probe, probe_landlock
+from etude.sandbox.service.remote import RemoteHost
 
+ROOT = Path(__file__).resolve().parents[2]
 SHOP = {
     "shop/__init__.py": b"",
     "shop/stats.py": b"def mean(xs):\n    return sum(xs) / len(xs)\n\n\ndef double(x):\n    return 2 * x\n",
@@ -74,7 +81,21 @@ def frugal_daemon(machine: Probe, tmp_path_factory: pytest.TempPathFactory) -> I
     """One that does without overlay and control groups, as on an older kernel and without privileges."""
     if not machine.works:
         pytest.skip(machine.explain())
-    yield from audited(tmp_path_factory.mktemp("frugal"), options=["--no-overlay", "--no-cgroups"])
+    yield from audited(tmp_path_factory.mktemp("frugal"), options=VARIANTS["frugal"])
+
+
+@pytest.fixture(scope="session")
+def copying_daemon(machine: Probe, tmp_path_factory: pytest.TempPathFactory) -> Iterator[DaemonHandle]:
+    if not machine.works:
+        pytest.skip(machine.explain())
+    yield from audited(tmp_path_factory.mktemp("copying"), options=VARIANTS["no overlay"])
+
+
+@pytest.fixture(scope="session")
+def polling_daemon(machine: Probe, tmp_path_factory: pytest.TempPathFactory) -> Iterator[DaemonHandle]:
+    if not machine.works:
+        pytest.skip(machine.explain())
+    yield from audited(tmp_path_factory.mktemp("polling"), options=VARIANTS["no cgroups"])
 
 
 def mount_count() -> int:
@@ -124,13 +145,35 @@ def on_namespace(daemon: DaemonHandle) -> Callable[[Scene], Any]:
     return lambda scene: play(daemon, scene)
 
 
-@pytest.fixture(params=["namespace", "frugal", "plain"])
-def on(request: pytest.FixtureRequest) -> Callable[[Scene], Any]:
-    """The contract: the same scene over every backend. `on.backend` names it for declared differences."""
+class ServedElsewhere:
+    """An `etude env serve` process, and what it takes to reach it."""
 
-    def plain(scene: Scene) -> Any:
+    def __init__(self, root: Path, *options: str, address: str = "127.0.0.1:0", prefix: tuple[str, ...] = ()) -> None:
+        self.root, self._options, self._address, self._prefix = root, options, address, prefix
+        self.start()
+
+    def start(self) -> None:
+        command = [sys.executable, "-m", "etude.cli", "env", "serve", "--root", str(self.root), "--listen", self._address, *self._options]
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
+        self.root.mkdir(parents=True, exist_ok=True)
+        with open(self.root / "serve.log", "ab") as log:
+            self.process = subprocess.Popen([*self._prefix, *command], stdout=subprocess.PIPE, stderr=log, env=environment, text=True)
+        assert self.process.stdout is not None
+        self.said = [self.process.stdout.readline(), self.process.stdout.readline()]
+        assert "serving" in self.said[0], (self.root / "serve.log").read_text()
+        self.url = self.said[0].split()[-1]
+        self.token = (self.root / "tokens").read_text().strip().partition(":")[2]
+
+    def end(self, number: int = signal.SIGINT) -> int:
+        self.process.send_signal(number)
+        status = self.process.wait(60)
+        assert self.process.stdout is not None
+        self.process.stdout.close()
+        return status
+
+    def play(self, scene: Scene, **options: Any) -> Any:
         async def main() -> Any:
-            host = PlainHost(unsafe=True)
+            host = RemoteHost(self.url, self.token, **options)
             try:
                 return await asyncio.wait_for(scene(host), 120)
             finally:
@@ -138,13 +181,105 @@ def on(request: pytest.FixtureRequest) -> Callable[[Scene], Any]:
 
         return asyncio.run(main())
 
-    if request.param == "plain":
-        chosen = plain
+
+@pytest.fixture(scope="session")
+def served(machine: Probe, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServedElsewhere]:
+    """One environment service for all tests, of which nothing may be left when it ends."""
+    if not machine.works:
+        pytest.skip(machine.explain())
+    server = ServedElsewhere(tmp_path_factory.mktemp("served"))
+    yield server
+    stats = server.play(lambda host: host.stats())
+    assert server.end() == 0
+    assert stats["live"] == 0
+    assert stats["orphans"] == 0
+    assert list((server.root / "envs").iterdir()) == []
+    assert leftovers(server.root) == []
+
+
+VARIANTS = {"namespace": [], "no overlay": ["--no-overlay"], "no cgroups": ["--no-cgroups"], "frugal": ["--no-overlay", "--no-cgroups"]}
+"""Of the namespace backend: options of sandboxd that make it do without what a machine may lack."""
+
+
+@pytest.fixture(scope="session")
+def landlock(machine: Probe) -> Probe:
+    return probe_landlock()
+
+
+def play_here(make: Callable[[], Any], scene: Scene) -> Any:
+    """Run an async scene against a host that makes processes of this one."""
+
+    async def main() -> Any:
+        host = make()
+        try:
+            return await asyncio.wait_for(scene(host), 120)
+        finally:
+            await host.close()
+
+    return asyncio.run(main())
+
+
+@pytest.fixture(
+    params=[
+        "namespace",
+        "frugal",
+        pytest.param("no overlay", marks=pytest.mark.slow),
+        pytest.param("no cgroups", marks=pytest.mark.slow),
+        "landlock",
+        "plain",
+        "remote",
+    ]
+)
+def on(request: pytest.FixtureRequest) -> Callable[[Scene], Any]:
+    """The contract: the same scene over every backend. `on.backend` names it, `on.variant` what it does without."""
+    variant = request.param
+    chosen: Any
+    if variant == "plain":
+        chosen = lambda scene: play_here(lambda: PlainHost(unsafe=True), scene)  # noqa: E731
+    elif variant == "landlock":
+        found = request.getfixturevalue("landlock")
+        if not found.works:
+            pytest.skip(found.explain("landlock"))
+        chosen = lambda scene: play_here(lambda: LandlockHost(probe=found), scene)  # noqa: E731
+    elif variant == "remote":
+        server = request.getfixturevalue("served")
+        chosen = lambda scene: server.play(scene)  # noqa: E731
     else:
-        handle = request.getfixturevalue("daemon" if request.param == "namespace" else "frugal_daemon")
+        named = {"namespace": "daemon", "frugal": "frugal_daemon", "no overlay": "copying_daemon", "no cgroups": "polling_daemon"}
+        handle = request.getfixturevalue(named[variant])
         chosen = lambda scene: play(handle, scene)  # noqa: E731
-    chosen.backend = "plain" if request.param == "plain" else "namespace"  # type: ignore[attr-defined]
+    chosen.variant = variant
+    chosen.backend = "namespace" if variant in VARIANTS or variant == "remote" else variant
     return chosen
+
+
+@pytest.fixture
+def as_ordinary_user() -> Iterator[Callable[..., str]]:
+    """Run pytest in a process that has given root up; what it printed. Skips where no interpreter can be executed then."""
+    if os.geteuid() != 0:
+        pytest.skip("the other tests run as an ordinary user already")
+    nobody = 65534
+    scratch = Path(tempfile.mkdtemp(prefix="etude-user-", dir="/tmp"))
+    scratch.chmod(0o777)
+    path = os.pathsep.join(p for p in sys.path if p and "lib-dynload" not in p and "pyenv" not in p)
+    environment = {**os.environ, "PYTHONPATH": path, "HOME": str(scratch), "TMPDIR": str(scratch), "PYTHONDONTWRITEBYTECODE": "1"}
+
+    def run(*arguments: str) -> str:
+        for candidate in (sys.executable, f"/usr/bin/python{sys.version_info.major}.{sys.version_info.minor}"):
+            command = [candidate, "-m", "pytest", *arguments, "-q", "-p", "no:cacheprovider", "--basetemp", str(scratch / "t")]
+            try:
+                done = subprocess.run(
+                    command, user=nobody, group=nobody, extra_groups=[], env=environment, capture_output=True, text=True, cwd=ROOT
+                )
+            except OSError:
+                continue
+            if "No module named" not in done.stderr and done.stdout:
+                assert done.returncode == 0, done.stdout[-8000:]
+                return done.stdout
+        pytest.skip("no interpreter here that user 65534 may execute")
+
+    yield run
+    subprocess.run(["rm", "-rf", str(scratch)], check=True)
 
 
 @pytest.fixture

@@ -76,6 +76,17 @@ class ColdSandbox:
     async def write(self, path, data, *, mode=0o644):
         self._write(path, data)
 
+    async def apply_changes(self, changes):
+        for change in sorted(changes, key=lambda change: change.data is not None):
+            target = self.root / change.path
+            for place in (*reversed(target.relative_to(self.root).parents), target.relative_to(self.root)):
+                if (self.root / place).is_file():
+                    (self.root / place).unlink()
+            if target.is_dir():
+                shutil.rmtree(target)
+            if change.data is not None:
+                self._write(change.path, change.data)
+
     async def exec(self, argv, **_options):
         from etude.protocols import ExecResult
 

@@ -225,7 +225,7 @@ class BrokenHost:
             raise SandboxError("no room for another sandbox")
         return self
 
-    async def write(self, path, data, *, mode=0o644):
+    async def apply_changes(self, changes):
         if self.at == "write":
             raise SandboxError("the sandbox died")
 
@@ -240,8 +240,8 @@ def test_changes_that_do_not_fit_fail_the_task_and_break_no_machine():
     """An agent that leaves more than a grading sandbox holds must not have its rollout masked, nor stop the run."""
 
     class Full(BrokenHost):
-        async def write(self, path, data, *, mode=0o644):
-            raise OSError(28, "No space left on device", path)
+        async def apply_changes(self, changes):
+            raise OSError(28, "No space left on device", changes[0].path)
 
     host = Full("nowhere")
     report = asyncio.run(grade(TASK, solution(TASK), host))

@@ -15,6 +15,9 @@ Parts, from the outside in:
     base.py, interpreter.py   the file system and the Python that sandboxes see
     zygote.py      the fork server inside the base file system, and how a fork of it becomes a sandbox
     toolserver.py  process 1 of a sandbox: file operations, commands, jobs, warm pytest runs
+    redirect.py    the inner side of a sandbox's network       egress/   the host's side: policy, proxy, log
+    service/       sandboxes of other machines: `etude env serve`, its client, the fleet scheduler
+    http1.py       strict HTTP/1.1 on asyncio streams
     linux.py       the system calls, through ctypes        probe.py   what this machine can enforce
     plain.py       no boundary at all; only by name and with unsafe=True
 

@@ -20,7 +20,6 @@ from etude.sandbox.interpreter import PYTHON, VENV, Interpreter
 
 SANDBOX_UID = 61000
 """Whom sandboxes run as when sandboxd is root: nobody else's number."""
-DEVICES = ("null", "zero", "full", "random", "urandom")
 ETC = {
     "passwd": "root:x:0:0:root:/:/bin/false\nagent:x:1000:1000:agent:/tmp:/bin/bash\nnobody:x:65534:65534:nobody:/:/bin/false\n",
     "group": "root:x:0:\nagent:x:1000:\nnogroup:x:65534:\n",
@@ -84,7 +83,7 @@ def _sources() -> int:
     import marshal
 
     folder = Path(__file__).parent
-    names = ("linux", "toolserver", "zygote")
+    names = ("linux", "redirect", "toolserver", "zygote")
     fd = os.memfd_create("sources", 0)
     os.write(fd, marshal.dumps([(name, (folder / f"{name}.py").read_text()) for name in names]))
     os.lseek(fd, 0, os.SEEK_SET)
@@ -152,9 +151,10 @@ def build(interpreter: Interpreter, paths: dict[str, str], new: str) -> None:
     linux.mount("none", "/", flags=linux.MS_REC | linux.MS_PRIVATE)
     links = {name: os.readlink(f"/{name}") for name in ("bin", "sbin", "lib", "lib32", "lib64", "libx32") if os.path.islink(f"/{name}")}
     linker_cache = Path("/etc/ld.so.cache").read_bytes() if os.path.exists("/etc/ld.so.cache") else b""
+    authorities = _authorities()
     held = {name: os.open(path, os.O_PATH) for name, path in paths.items()}  # `new` may cover them
     linux.mount("base", new, "tmpfs", linux.MS_NOSUID, "size=256m,mode=755")
-    for folder in ("usr", "etc", "dev/shm", "proc", "tmp", "repo", "var", "opt", "mnt/layers", "mnt/scratch"):
+    for folder in ("usr", "etc/ssl/certs", "dev/shm", "proc", "tmp", "repo", "var", "opt", "mnt/layers", "mnt/scratch"):
         os.makedirs(f"{new}/{folder}")
     os.symlink("/tmp", f"{new}/var/tmp")
 
@@ -172,9 +172,11 @@ def build(interpreter: Interpreter, paths: dict[str, str], new: str) -> None:
     for name, text in ETC.items():
         Path(f"{new}/etc/{name}").write_text(text)
     Path(f"{new}/etc/ld.so.cache").write_bytes(linker_cache)
+    Path(f"{new}/etc/ssl/certs/ca-certificates.crt").write_bytes(authorities)
+    os.symlink("certs/ca-certificates.crt", f"{new}/etc/ssl/cert.pem")
     if "alternatives" in paths:
         bind("alternatives", "/etc/alternatives")
-    for name in DEVICES:
+    for name in linux.DEVICES:
         Path(f"{new}/dev/{name}").touch()
         linux.bind(f"/dev/{name}", f"{new}/dev/{name}", readonly=False)
     for name, target in (("fd", "/proc/self/fd"), ("stdin", "fd/0"), ("stdout", "fd/1"), ("stderr", "fd/2")):
@@ -186,6 +188,14 @@ def build(interpreter: Interpreter, paths: dict[str, str], new: str) -> None:
     linux.pivot_root(new)
     linux.seal("/")
     linux.mount("warm", "/tmp", "tmpfs", linux.MS_NOSUID | linux.MS_NODEV, "size=4m,mode=700")  # for the zygote's warm-up run
+
+
+def _authorities() -> bytes:
+    """The certificate authorities that the host trusts, in one file; they are public."""
+    for path in ("/etc/ssl/certs/ca-certificates.crt", "/etc/pki/tls/certs/ca-bundle.crt", "/etc/ssl/ca-bundle.pem", "/etc/ssl/cert.pem"):
+        if os.path.isfile(path):
+            return Path(path).read_bytes()
+    return b""
 
 
 def _make_python(interpreter: Interpreter, paths: dict[str, str], held: dict[str, int], new: str, bind: Callable[[str, str], None]) -> None:

@@ -21,21 +21,26 @@ import stat
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
-from dataclasses import asdict
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 from etude.errors import DeadlineError, SandboxError, UserError
-from etude.protocols import Change, Limits, Sandbox, SandboxInfo
+from etude.protocols import Change, GradeBundle, GradedRun, Limits, Sandbox, SandboxInfo
 from etude.records import Boundary, Level
 from etude.sandbox import base, zygote
-from etude.sandbox.channel import Channel, ServedSandbox
+from etude.sandbox.channel import Channel, ServedSandbox, check_level
+from etude.sandbox.egress.door import Door
+from etude.sandbox.egress.policy import Network, NetworkPolicy
+from etude.sandbox.graded import graded_run
 from etude.sandbox.images import Diff, ImageStore
 
 CREATE_TIMEOUT_S = 60.0
 DAEMON_TIMEOUT_S = 30.0
 START_TIMEOUT_S = 60.0
+LEVELS = (Level.FILES, Level.SESSION)
+"""Live processes (L2) would need a checkpoint of the kernel's state of them, a machine (L3) a machine."""
 PARALLEL_CREATES = 8
 """More at once only wait for each other: the knee was at two workers on two cores."""
 
@@ -241,25 +246,29 @@ class NamespaceHost:
             answer, _ = await link.request("hello", owner=self.owner)
             fields = answer["boundary"]
             self.overlay = bool(answer["overlay"])
-            self._boundary = Boundary(**{**fields, "evidence": tuple(fields["evidence"]), "level": Level.FILES})
+            self._boundary = Boundary(**{**fields, "evidence": tuple(fields["evidence"]), "levels": LEVELS})
         return self._link
 
     async def add_image(self, files: Any) -> str:
         return await asyncio.to_thread(self.store.add, files)
 
     async def create(
-        self, image: str, *, limits: Limits = Limits(), network: Sequence[str] = (), ttl_s: float = 900.0, create_id: str = ""
+        self, image: str, *, limits: Limits = Limits(), network: Network = (), ttl_s: float = 900.0, create_id: str = ""
     ) -> NamespaceSandbox:
-        """A sandbox whose workspace is `image`. The same `create_id` again gives the same sandbox, also after a lost connection."""
-        if network:
-            raise UserError(f"the namespace backend has no network; asked for {', '.join(network)}: use a task without network")
-        layers = self.store.layers(image)
+        """A sandbox whose workspace is `image`. The same `create_id` again gives the same sandbox, also after a lost connection.
+
+        `network` is an `egress.NetworkPolicy`, or short rules of one such as "pypi.org"; without it there is none.
+        """
+        door = Door(NetworkPolicy.of(network))
+        origin = self.store.describe(image)
+        layers = origin.layers
         link = await self.link()
         assert self._throttle is not None
         async with self._throttle:
             ours, theirs = socket.socketpair()
             try:
                 fields = {"image": image, "layers": layers, "limits": asdict(limits), "ttl_s": ttl_s, "create_id": create_id}
+                fields |= door.order()
                 answer, fds = await link.request("create", [theirs.fileno()], timeout_s=CREATE_TIMEOUT_S, **fields)
             except BaseException:
                 ours.close()
@@ -269,9 +278,26 @@ class NamespaceHost:
         reader, writer = await asyncio.open_connection(sock=ours, limit=1 << 20)
         assert self._boundary is not None
         channel = Channel(reader, writer, answer["id"])
-        sandbox = NamespaceSandbox(self, channel, image=image, limits=limits, ttl_s=ttl_s, upper=fds[0], boundary=self._boundary)
+        boundary = self._boundary.replace(level=Level.SESSION if origin.session is not None else Level.FILES)
+        boundary = door.open(fds[1:], answer["keep"], self._handle.root / "network" / f"{answer['id']}.jsonl", boundary)
+        sandbox = NamespaceSandbox(self, channel, image=image, limits=limits, ttl_s=ttl_s, upper=fds[0], boundary=boundary, door=door)
         self._sandboxes.add(sandbox)
+        if origin.session is not None:
+            await sandbox.restore(origin.session)
         return sandbox
+
+    async def boxes(self) -> list[dict[str, str]]:
+        """id, image and create_id of every live sandbox of the sandboxd behind it, whoever made them."""
+        found: list[dict[str, str]] = []
+        while True:
+            answer, _ = await (await self.link()).request("list", skip=len(found))
+            found += answer["boxes"]
+            if not answer["boxes"]:
+                return found
+
+    async def remove(self, name: str) -> None:
+        """End a sandbox by its id, whoever made it."""
+        await (await self.link()).request("destroy", id=name)
 
     async def stats(self) -> dict[str, float]:
         """Counts kept by sandboxd: live, created, destroyed, orphans (sandboxes without a client, or that resist removal) ..."""
@@ -297,12 +323,24 @@ class NamespaceSandbox(ServedSandbox):
     """One running sandbox. See `protocols.Sandbox`."""
 
     def __init__(
-        self, host: NamespaceHost, channel: Channel, *, image: str, limits: Limits, ttl_s: float, upper: int, boundary: Boundary
+        self,
+        host: NamespaceHost,
+        channel: Channel,
+        *,
+        image: str,
+        limits: Limits,
+        ttl_s: float,
+        upper: int,
+        boundary: Boundary,
+        door: Door,
     ) -> None:
         super().__init__(channel, zygote.REPO)
+        self.network = door
+        """Its way out: `network.set_phase`, `network.log`."""
         self.id = channel.name
         self._host, self._image, self._limits, self._ttl_s = host, image, limits, ttl_s
         self._upper, self._boundary = upper, boundary
+        self._files = host.store.describe(image).files
         self._snapshot = ""
         self._paused = False
         channel.fate = self._fate
@@ -327,35 +365,49 @@ class NamespaceSandbox(ServedSandbox):
         upper = self._layer()
         try:
             diff = self._host.store.diff if self._host.overlay else self._host.store.diff_tree
-            return await asyncio.to_thread(diff, upper, self._image)
+            return await asyncio.to_thread(diff, upper, self._files)
         finally:
             os.close(upper)
 
     async def snapshot(self, level: Level = Level.FILES, *, require: bool = True) -> str:
-        """Keep the workspace's files. The snapshot's id is an image to `create` from."""
-        if level is not Level.FILES and require:
-            raise UserError(f"the namespace backend keeps files only ({Level.FILES}), not {level}; pass require=False to accept that")
+        """Keep the workspace's files, at level L1 with the state of sessions. The snapshot's id is an image to `create` from."""
+        level = check_level("namespace", level, LEVELS, require)
         upper = self._layer()
+        store = self._host.store
         try:
             if not self._paused:
                 await super().pause()
             try:
-                if self._host.overlay:
-                    self._snapshot = await asyncio.to_thread(self._host.store.seal, upper, self._image)
-                else:
-                    self._snapshot = await asyncio.to_thread(self._host.store.add_tree, upper)
+                keep = store.seal if self._host.overlay else store.add_tree
+                snapshot = await asyncio.to_thread(keep, upper, self._files)
+                if level is Level.SESSION:
+                    snapshot = await asyncio.to_thread(store.add_session, snapshot, await self._session_state())
             finally:
                 if not self._paused:
                     await super().resume()
         finally:
             os.close(upper)
-        return self._snapshot
+        self._snapshot = snapshot
+        return snapshot
+
+    async def restore(self, state: Mapping[str, Any]) -> None:
+        """Take up the sessions of a snapshot of level L1. Without them it would be less than what was asked for, so it ends."""
+        try:
+            await self._restore_session(state)
+        except BaseException:
+            await self.destroy()
+            raise
+
+    async def grade(self, bundle: GradeBundle) -> GradedRun:
+        """Run tests in a new sandbox, by default on the image that this one's history began with."""
+        return await graded_run(self._host, replace(bundle, image=bundle.image or self._host.store.describe(self._image).base))
 
     async def fork(self, n: int, level: Level = Level.FILES, *, require: bool = True) -> list[Sandbox]:
-        """n sandboxes that start from this one's files. No process and no state of a session is carried over."""
+        """n sandboxes that start from this one's files, at level L1 with its sessions. No process is carried over."""
         snapshot = await self.snapshot(level, require=require)
         made = await asyncio.gather(
-            *(self._host.create(snapshot, limits=self._limits, ttl_s=self._ttl_s) for _ in range(n)), return_exceptions=True
+            *(self._host.create(snapshot, limits=self._limits, ttl_s=self._ttl_s, network=self.network.policy) for _ in range(n)),
+            return_exceptions=True,
         )
         children: list[Sandbox] = [result for result in made if not isinstance(result, BaseException)]
         failures = [result for result in made if isinstance(result, BaseException)]
@@ -385,4 +437,5 @@ class NamespaceSandbox(ServedSandbox):
         self._upper = -1
         self._channel.close("it was destroyed")
         self._host.forget(self)
+        await self.network.close()
         await (await self._host.link()).request("destroy", id=self.id)

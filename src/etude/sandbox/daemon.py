@@ -43,9 +43,12 @@ from etude.sandbox.cgroups import Cgroups, Group, reap_root
 from etude.sandbox.interpreter import Interpreter
 
 MAX_MESSAGE = 1 << 16
+MAX_FDS = 32
 ADOPTION_S = 30.0
 """How long a sandbox with a create_id outlives its client's connection."""
 KEPT_FATES = 512
+MAX_LISTED = 300
+"""Sandboxes told in one answer; it must fit into a packet."""
 YOUNG_S = 30.0
 """A temporary root younger than this may belong to a sandboxd that is just starting."""
 
@@ -60,7 +63,7 @@ def send(sock: socket.socket, message: dict[str, Any], fds: list[int] | None = N
 
 def receive(sock: socket.socket) -> tuple[dict[str, Any] | None, list[int]]:
     """One message and the descriptors that came with it; None at the end of the stream."""
-    data, fds, _, _ = socket.recv_fds(sock, MAX_MESSAGE, 8, socket.MSG_CMSG_CLOEXEC)
+    data, fds, _, _ = socket.recv_fds(sock, MAX_MESSAGE, MAX_FDS, socket.MSG_CMSG_CLOEXEC)
     return (json.loads(data) if data else None), fds
 
 
@@ -74,6 +77,8 @@ class Settings:
     """Distributions that sandboxes see, with what they require; "all" for everything installed beside pytest."""
     overlay: bool = True
     """False: copy workspaces even where an overlay works."""
+    linger_s: float = 0.0
+    """End when nobody was connected and nothing lived for this long; 0 for never."""
     cgroups: bool = True
     """False: poll even where control groups can be written."""
 
@@ -97,6 +102,10 @@ class Box:
     client: Client | None = None
     deadline: float = float("inf")
     upper: int = -1
+    ways_out: list[int] = field(default_factory=list)
+    """Sockets of its network namespace, for the client that serves them; empty without a network."""
+    keep: str = ""
+    """What its client wants back when it adopts it: the key of the authority that the sandbox trusts."""
     why: str = ""
     dying_since: float = 0.0
     on_started: list[tuple[Client, int]] = field(default_factory=list)
@@ -119,6 +128,7 @@ class Daemon:
         self._count = 0
         self._totals = {"created": 0, "destroyed": 0, "expired": 0, "failed": 0, "died": 0, "zygote_restarts": 0, "errors": 0}
         self._stop = False
+        self._busy = time.monotonic()
         self._interpreter = Interpreter.current(settings.packages)
         self._environment = self._interpreter.environment()
         reaped = reap_root(root)
@@ -140,6 +150,7 @@ class Daemon:
             "shared_kernel": True,
             "network": "none",
             "filter_hash": linux.filter_hash(),
+            "separates": self._separates(),
             "limits": {
                 "memory": memory or "polling of resident memory every 50 ms, and RLIMIT_AS per process",
                 "pids": pids or counted,
@@ -149,6 +160,25 @@ class Daemon:
                 "output": "count of the tool server",
             },
             "evidence": ["layer diff"],
+            "coverage": {"layer diff": "every file of the workspace at its end; links, devices and names that are not UTF-8 by name only"},
+        }
+
+    @staticmethod
+    def _separates() -> dict[str, str]:
+        """The aspects of boundary.py."""
+        abi = linux.landlock_abi()
+        landlock = f"; Landlock ABI {abi}" if abi >= linux.LANDLOCK_NEEDED else ""
+        filtered = "system-call filter; " if linux.filter_hash() else ""
+        return {
+            "read": "mount namespace with nothing of the host but /usr, /lib and this Python" + landlock,
+            "write": "mount namespace, read-only but for the workspace, /tmp and /dev/shm" + landlock,
+            "metadata": "read-only mounts",
+            "processes": "pid, ipc and user namespace" + ("; Landlock scope" if abi >= 6 else ""),
+            "network": "network namespace with a loopback of its own",
+            "neighbours": "namespaces and a tmpfs of each sandbox's own",
+            "kernel": filtered + "no capabilities",
+            "privileges": "user namespace with one user, no capabilities, no_new_privs, no device but five",
+            "server": "it is process 1 of the namespaces, not dumpable, and as confined as what it runs",
         }
 
     # -- loop
@@ -218,6 +248,10 @@ class Daemon:
         self._cgroups.sweep()
         if self._zygote is None and not self._broken:
             self._start_zygote()
+        if self._clients or len(self._boxes) > len(self._warm):
+            self._busy = now
+        elif self._settings.linger_s and now - self._busy > self._settings.linger_s:
+            self._stop = True
         self._at(0.05 if self._cgroups.leaving else 1.0, self._sweep)
 
     # -- zygote
@@ -308,13 +342,13 @@ class Daemon:
             self._totals["failed"] += 1
             self._kill(box, f"it could not be set up: {message['error']}")
         elif "started" in message:
-            box.state, box.upper = "live", fds[0]
+            box.state, box.upper, box.ways_out = "live", fds[0], fds[1:]
             for client, number in box.on_started:
-                self._reply(client, number, self._description(box), [box.upper])
+                self._reply(client, number, self._description(box), [box.upper, *box.ways_out])
             box.on_started.clear()
 
     def _description(self, box: Box) -> dict[str, Any]:
-        return {"id": box.id, "image": box.image}
+        return {"id": box.id, "image": box.image, "keep": box.keep}
 
     def _kill(self, box: Box, why: str) -> None:
         if box.state == "dying":
@@ -338,8 +372,9 @@ class Daemon:
         with contextlib.suppress(KeyError, ValueError):
             self._selector.unregister(box.control)
         box.control.close()
-        if box.upper >= 0:
-            os.close(box.upper)
+        for fd in (box.upper, *box.ways_out):
+            if fd >= 0:
+                os.close(fd)
         self._cgroups.remove(box.group)
         if box.image:
             self._totals["destroyed"] += 1
@@ -432,6 +467,7 @@ class Daemon:
         limits = {str(k): float(v) for k, v in message["limits"].items()}
         create_id = str(message.get("create_id", ""))
         box.state, box.image, box.create_id, box.client = "starting", message["image"], create_id, client
+        box.keep = str(message.get("keep", ""))
         if create_id:
             self._by_create_id[create_id] = box
         self._cgroups.limit(box.group, memory_bytes=int(limits["memory_bytes"] + limits["disk_bytes"]), pids=int(limits["pids"]) + 1)
@@ -441,7 +477,8 @@ class Daemon:
             "op": "start",
             "layers": message["layers"],
             "limits": inside,
-            "environment": self._environment,
+            "environment": {**self._environment, **message.get("environment", {})},
+            "network": message.get("network"),
             "counters": list(box.group.counters),
             "poll_memory": "memory" not in box.group.folders,
             "poll_pids": "pids" not in box.group.folders and not counts_per_namespace(),
@@ -458,7 +495,7 @@ class Daemon:
         box.deadline = time.monotonic() + float(message["ttl_s"])
         send(box.control, {"op": "attach"}, [fds[0]])
         if box.state == "live":
-            self._reply(client, message["n"], self._description(box), [box.upper])
+            self._reply(client, message["n"], self._description(box), [box.upper, *box.ways_out])
         else:
             box.on_started.append((client, message["n"]))
 
@@ -484,6 +521,13 @@ class Daemon:
 
     def _op_fate(self, client: Client, message: dict[str, Any], _fds: list[int]) -> None:
         self._reply(client, message["n"], {"why": self._why(message["id"])})
+
+    def _op_list(self, client: Client, message: dict[str, Any], _fds: list[int]) -> None:
+        """Some of those that live, from number `skip` on; the last answer is empty."""
+        live = [box for box in self._boxes.values() if box.state in ("starting", "live")]
+        told = live[int(message["skip"]) :][:MAX_LISTED]
+        boxes = [{"id": box.id, "image": box.image, "create_id": box.create_id} for box in told]
+        self._reply(client, message["n"], {"boxes": boxes})
 
     def _op_stats(self, client: Client, message: dict[str, Any], _fds: list[int]) -> None:
         now = time.monotonic()
@@ -573,6 +617,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--no-overlay", action="store_true", help="copy workspaces into memory, as is done where overlayfs does not work")
     parser.add_argument("--no-cgroups", action="store_true", help="poll memory, as is done where no control group can be written")
     parser.add_argument("--with-parent", action="store_true", help="stop when standard input closes")
+    parser.add_argument("--linger", type=float, default=0.0, metavar="S", help="stop after S seconds without a client and a sandbox")
     parser.add_argument("--temporary", action="store_true", help="remove ROOT at the end, and dead temporary roots beside it at the start")
     arguments = parser.parse_args(argv)
     root: Path = arguments.root.absolute()
@@ -599,6 +644,7 @@ def main(argv: list[str] | None = None) -> int:
         packages=tuple(name for name in arguments.packages.split(",") if name),
         overlay=not arguments.no_overlay,
         cgroups=not arguments.no_cgroups,
+        linger_s=arguments.linger,
     )
     try:
         Daemon(root, listen(path), settings, announce).serve(0 if arguments.with_parent else -1)

@@ -1,7 +1,8 @@
 """File trees of sandboxes on the host: content-addressed images, snapshots as chains of layers, and what changed.
 
     ROOT/layers/<hash>/          an immutable tree; lower layer of overlay mounts, shared by all sandboxes that use it
-    ROOT/snapshots/<id>.json     {"layers": [top, ..., bottom]}; an image without an entry is its own single layer
+    ROOT/snapshots/<id>.json     {"layers": [top, ..., bottom], "base": image}, at level L1 also "session" and "files" (the same at L0);
+                                 an image without an entry is its own single layer
 
 A layer is written under a temporary name and committed by rename, so nothing half-written is ever mounted. The id of a
 snapshot is a hash over its parent's id and what its top layer holds: it names exactly what is graded. Chains of more
@@ -25,6 +26,7 @@ import uuid
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
+from typing import Any
 
 from etude.errors import SandboxError, UserError
 from etude.protocols import Change
@@ -71,6 +73,20 @@ class Diff:
     changes: tuple[Change, ...]
     refused: tuple[tuple[str, str], ...]
     """(path, reason). A refused path that stood in the image counts as deleted."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Origin:
+    """What a sandbox can start from."""
+
+    layers: list[str]
+    """Top first."""
+    base: str
+    """The image that its history began with."""
+    files: str
+    """Id of the same files without anything else: level L0."""
+    session: dict[str, Any] | None = None
+    """State of sessions, in a snapshot of level L1."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -170,22 +186,39 @@ class ImageStore:
             self._commit(image, [Entry(path=path, kind="file", mode=0o644, data=data) for path, data in sorted(tree.items())])
         return image
 
-    def add_tree(self, tree: int) -> str:
-        """Store the files below a descriptor, with their modes, as one image."""
+    def add_tree(self, tree: int, image: str) -> str:
+        """Store the files below a descriptor, with their modes, as a snapshot of one layer whose history began with that of `image`."""
         entries = sorted((entry for entry in read_upper(tree) if entry.kind == "file"), key=lambda entry: entry.path)
         lines = [json.dumps([entry.path, entry.mode, hashlib.sha256(entry.data).hexdigest()]) for entry in entries]
-        image = hashlib.sha256(("etude tree 1\0" + "\n".join(lines)).encode()).hexdigest()
-        if not (self._layers / image).is_dir():
-            self._commit(image, entries)
-        return image
+        layer = hashlib.sha256(("etude tree 1\0" + "\n".join(lines)).encode()).hexdigest()
+        if not (self._layers / layer).is_dir():
+            self._commit(layer, entries)
+        base = self.describe(image).base
+        snapshot = hashlib.sha256(f"etude tree snapshot 1\0{base}\0{layer}".encode()).hexdigest()
+        if not (self._snapshots / f"{snapshot}.json").exists():
+            self._write_snapshot(snapshot, {"layers": [layer], "base": base})
+        return snapshot
+
+    def add_session(self, files: str, state: Mapping[str, Any]) -> str:
+        """A snapshot of level L1: the files of an image or snapshot, and the state of its sessions."""
+        text = json.dumps(state, sort_keys=True)
+        snapshot = hashlib.sha256(f"etude session 1\0{files}\0{text}".encode()).hexdigest()
+        if not (self._snapshots / f"{snapshot}.json").exists():
+            known = self.describe(files)
+            self._write_snapshot(snapshot, {"layers": known.layers, "base": known.base, "files": files, "session": state})
+        return snapshot
 
     def layers(self, image: str) -> list[str]:
         """Names of the layers of an image or a snapshot, top first."""
+        return self.describe(image).layers
+
+    def describe(self, image: str) -> Origin:
+        """What is known of an image or a snapshot."""
         if len(image) == 64 and set(image) <= set("0123456789abcdef"):
             with contextlib.suppress(FileNotFoundError):
-                return json.loads((self._snapshots / f"{image}.json").read_text())["layers"]
+                return Origin(**{"files": image, **json.loads((self._snapshots / f"{image}.json").read_text())})
             if (self._layers / image).is_dir():
-                return [image]
+                return Origin(layers=[image], base=image, files=image)
         raise UserError(f"no image or snapshot {image!r}; add_image returns the hash to pass here")
 
     def _commit(self, name: str, entries: list[Entry]) -> None:
@@ -321,7 +354,7 @@ class ImageStore:
             layer = hashlib.sha256(f"etude merged 1\0{snapshot}".encode()).hexdigest()
             self._commit(layer, self._merge(entries, image))
             chain = []
-        self._write_chain(snapshot, [layer, *chain])
+        self._write_snapshot(snapshot, {"layers": [layer, *chain], "base": self.describe(image).base})
         return snapshot
 
     def _merge(self, entries: list[Entry], image: str) -> list[Entry]:
@@ -336,10 +369,10 @@ class ImageStore:
                 view[entry.path] = Entry(path=entry.path, kind="file" if entry.kind == "file" else "dir", mode=entry.mode, data=entry.data)
         return sorted(view.values(), key=lambda entry: entry.path)
 
-    def _write_chain(self, snapshot: str, chain: list[str]) -> None:
+    def _write_snapshot(self, snapshot: str, fields: Mapping[str, Any]) -> None:
         temporary = self._snapshots / f".tmp-{uuid.uuid4().hex}"
         try:
-            temporary.write_text(json.dumps({"layers": chain}) + "\n")
+            temporary.write_text(json.dumps(fields) + "\n")
             temporary.rename(self._snapshots / f"{snapshot}.json")
         except OSError as error:
             temporary.unlink(missing_ok=True)

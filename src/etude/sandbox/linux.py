@@ -3,9 +3,14 @@
 Everything raises OSError with the name of the call. The seccomp filter is assembled by hand (classic BPF) for
 x86_64 and aarch64; on another machine `deny_filter` returns b"" and the boundary record says so.
 
-Evidence for the deny list: what lets a process without capabilities reach kernel surface that no test suite needs
-(mount family, user namespaces, bpf, io_uring, userfaultfd, perf, keyrings), or look at its neighbours (ptrace,
+The filter is a deny list that is closed at its end. A list of what is allowed would have to name some 300 calls that
+interpreters, compilers and test suites make, and each one forgotten is a task that fails for no reason of its own; what
+must not be reached is short and known. What is not known, calls newer than NEWEST_REVIEWED, does not exist inside.
+Denied is what lets a process without capabilities reach kernel surface that no test suite needs (mount family, user
+namespaces, bpf, io_uring, userfaultfd, perf, keyrings, obsolete calls), or look at its neighbours (ptrace,
 process_vm_*, kcmp, pidfd_getfd). AF_VSOCK matters most among socket families: it is not bound to a network namespace.
+
+Landlock adds a second, independent no to what the mount namespace already does not show, and to signals that leave.
 """
 
 from __future__ import annotations
@@ -18,7 +23,9 @@ import hashlib
 import os
 import platform
 import socket
+import stat
 import struct
+from collections.abc import Sequence
 
 CLONE_NEWNS = 0x00020000
 CLONE_NEWCGROUP = 0x02000000
@@ -35,7 +42,7 @@ MS_REMOUNT, MS_BIND, MS_REC, MS_PRIVATE, MS_RELATIME = 32, 4096, 16384, 1 << 18,
 MNT_DETACH = 2
 
 PR_SET_PDEATHSIG, PR_SET_DUMPABLE, PR_SET_NAME, PR_SET_SECCOMP = 1, 4, 15, 22
-PR_CAPBSET_DROP, PR_SET_NO_NEW_PRIVS, PR_CAP_AMBIENT = 24, 38, 47
+PR_CAPBSET_DROP, PR_SET_CHILD_SUBREAPER, PR_SET_NO_NEW_PRIVS, PR_CAP_AMBIENT = 24, 36, 38, 47
 
 _libc = ctypes.CDLL(None, use_errno=True)
 
@@ -43,8 +50,11 @@ _libc = ctypes.CDLL(None, use_errno=True)
 _COMMON = {
     "io_uring_setup": 425, "io_uring_enter": 426, "io_uring_register": 427, "open_tree": 428, "move_mount": 429,
     "fsopen": 430, "fsconfig": 431, "fsmount": 432, "fspick": 433, "pidfd_getfd": 438, "process_madvise": 440,
-    "mount_setattr": 442, "quotactl_fd": 443, "memfd_secret": 447, "open_tree_attr": 467,
+    "mount_setattr": 442, "quotactl_fd": 443, "memfd_secret": 447, "process_mrelease": 448, "set_mempolicy_home_node": 450,
+    "statmount": 457, "listmount": 458, "lsm_set_self_attr": 460, "open_tree_attr": 467,
 }  # fmt: skip
+NEWEST_REVIEWED = 469
+"""file_setattr, of Linux 6.17."""
 _DENIED = {
     "x86_64": {
         "ptrace": 101, "syslog": 103, "personality": 135, "vhangup": 153, "pivot_root": 155, "adjtimex": 159, "chroot": 161,
@@ -54,7 +64,8 @@ _DENIED = {
         "kexec_load": 246, "add_key": 248, "request_key": 249, "keyctl": 250, "migrate_pages": 256, "unshare": 272,
         "move_pages": 279, "perf_event_open": 298, "fanotify_init": 300, "name_to_handle_at": 303, "open_by_handle_at": 304,
         "clock_adjtime": 305, "setns": 308, "process_vm_readv": 310, "process_vm_writev": 311, "kcmp": 312, "finit_module": 313,
-        "kexec_file_load": 320, "bpf": 321, "userfaultfd": 323,
+        "kexec_file_load": 320, "bpf": 321, "userfaultfd": 323, "uselib": 134, "ustat": 136, "sysfs": 139, "modify_ldt": 154,
+        "_sysctl": 156, "get_kernel_syms": 177, "query_module": 178, "nfsservctl": 180, "vserver": 236,
     },
     "aarch64": {
         "lookup_dcookie": 18, "umount2": 39, "mount": 40, "pivot_root": 41, "chroot": 51, "vhangup": 58, "quotactl": 60, "acct": 89,
@@ -64,13 +75,35 @@ _DENIED = {
         "migrate_pages": 238, "move_pages": 239, "perf_event_open": 241, "fanotify_init": 262, "name_to_handle_at": 264,
         "open_by_handle_at": 265, "clock_adjtime": 266, "setns": 268, "process_vm_readv": 270, "process_vm_writev": 271,
         "kcmp": 272, "finit_module": 273, "bpf": 280, "userfaultfd": 282, "kexec_file_load": 294,
+        "nfsservctl": 42,
     },
 }  # fmt: skip
-_OTHER = {
-    "x86_64": {"audit": 0xC000003E, "clone": 56, "clone3": 435, "socket": 41, "ioctl": 16, "pivot_root": 155, "capset": 126},
-    "aarch64": {"audit": 0xC00000B7, "clone": 220, "clone3": 435, "socket": 198, "ioctl": 29, "pivot_root": 41, "capset": 91},
+_DENIED_ALONE = {
+    "x86_64": {
+        "shmget": 29, "shmat": 30, "shmctl": 31, "semget": 64, "semop": 65, "semctl": 66, "msgget": 68, "msgsnd": 69, "msgrcv": 70,
+        "msgctl": 71, "setpriority": 141, "semtimedop": 220, "mq_open": 240, "mq_unlink": 241, "ioprio_set": 251, "inotify_init": 253,
+        "inotify_add_watch": 254, "inotify_init1": 294,
+    },
+    "aarch64": {
+        "inotify_init1": 26, "inotify_add_watch": 27, "ioprio_set": 30,
+        "setpriority": 140, "mq_open": 180, "mq_unlink": 181, "msgget": 186, "msgctl": 187, "msgrcv": 188,
+        "msgsnd": 189, "semget": 190, "semctl": 191, "semtimedop": 192, "semop": 193, "shmget": 194, "shmctl": 195, "shmat": 196,
+    },
+}  # fmt: skip
+"""Denied as well where no namespace keeps these objects and processes apart."""
+_OWN_ONLY = {
+    "x86_64": {"sched_setparam": 142, "sched_setscheduler": 144, "sched_setaffinity": 203, "prlimit64": 302, "sched_setattr": 314},
+    "aarch64": {"sched_setparam": 118, "sched_setscheduler": 119, "sched_setaffinity": 122, "prlimit64": 261, "sched_setattr": 274},
 }
+"""Calls that name a process: without namespaces allowed on the caller (0) alone, with them not on process 1, the tool server."""
+_OTHER = {
+    "x86_64": {"audit": 0xC000003E, "clone": 56, "socket": 41, "socketpair": 53, "ioctl": 16, "pivot_root": 155, "capset": 126},
+    "aarch64": {"audit": 0xC00000B7, "clone": 220, "socket": 198, "socketpair": 199, "ioctl": 29, "pivot_root": 41, "capset": 91},
+}
+CLONE3 = 435
 MACHINE = platform.machine()
+DEVICES = ("null", "zero", "full", "random", "urandom")
+"""What a sandbox sees of /dev."""
 
 
 def _call(name: str, *args: object) -> int:
@@ -204,7 +237,7 @@ def overlay_works(scratch: str) -> bool:
 
 _LD, _JEQ, _JGE, _JSET, _RET = 0x20, 0x15, 0x35, 0x45, 0x06
 _ALLOW, _KILL, _ERRNO = 0x7FFF0000, 0x80000000, 0x00050000
-_NR, _ARCH, _ARG0, _ARG1 = 0, 4, 16, 24
+_NR, _ARCH, _ARG0, _ARG1, _ARG2 = 0, 4, 16, 24, 32
 
 
 def _op(code: int, k: int, jt: int = 0, jf: int = 0) -> bytes:
@@ -212,8 +245,12 @@ def _op(code: int, k: int, jt: int = 0, jf: int = 0) -> bytes:
 
 
 @functools.cache
-def deny_filter(machine: str = MACHINE) -> bytes:
-    """The BPF program every process of a sandbox runs under; b"" where the machine is not known."""
+def deny_filter(machine: str = MACHINE, *, alone: bool = False) -> bytes:
+    """The BPF program every process of a sandbox runs under; b"" where the machine is not known.
+
+    `alone` is for a sandbox without namespaces: no sockets at all (a path leads to the host's), no System V objects, and
+    no call that changes another process.
+    """
     if machine not in _DENIED:
         return b""
     other = _OTHER[machine]
@@ -222,27 +259,40 @@ def deny_filter(machine: str = MACHINE) -> bytes:
         return _op(_RET, _ERRNO | code)
 
     program = [_op(_LD, _ARCH), _op(_JEQ, other["audit"], 1, 0), _op(_RET, _KILL), _op(_LD, _NR)]
-    if machine == "x86_64":  # the x32 calls are the same kernel code under other numbers
-        program += [_op(_JGE, 0x40000000, 0, 1), refuse(errno.ENOSYS)]
-    for number in sorted({*_DENIED[machine].values(), *_COMMON.values()}):
+    # Also the x32 calls, which are the same kernel code under other numbers.
+    program += [_op(_JGE, NEWEST_REVIEWED + 1, 0, 1), refuse(errno.ENOSYS)]
+    for number in sorted({*_DENIED[machine].values(), *_COMMON.values(), *(_DENIED_ALONE[machine].values() if alone else ())}):
         program += [_op(_JEQ, number, 0, 1), refuse(errno.EPERM)]
     # clone3 passes its flags by pointer, which a filter cannot follow; libc falls back to clone.
-    program += [_op(_JEQ, other["clone3"], 0, 1), refuse(errno.ENOSYS)]
+    program += [_op(_JEQ, CLONE3, 0, 1), refuse(errno.ENOSYS)]
     program += [_op(_JEQ, other["clone"], 0, 4), _op(_LD, _ARG0), _op(_JSET, NAMESPACE_FLAGS, 0, 1), refuse(errno.EPERM)]
     program += [_op(_RET, _ALLOW)]
-    families = [socket.AF_UNIX, socket.AF_INET, socket.AF_INET6, socket.AF_NETLINK]
-    program += [_op(_JEQ, other["socket"], 0, 3 + len(families)), _op(_LD, _ARG0)]
-    program += [_op(_JEQ, family, len(families) - i, 0) for i, family in enumerate(families)]
-    program += [refuse(errno.EAFNOSUPPORT), _op(_RET, _ALLOW)]
+    for number in sorted(_OWN_ONLY[machine].values()):
+        named = _op(_JEQ, 0, 1, 0) if alone else _op(_JEQ, 1, 0, 1)
+        program += [_op(_JEQ, number, 0, 4), _op(_LD, _ARG0), named, refuse(errno.EPERM), _op(_RET, _ALLOW)]
+    program += _socket_rules(other, alone)
     # TIOCSTI and TIOCLINUX put characters into somebody else's terminal.
     program += [_op(_JEQ, other["ioctl"], 0, 4), _op(_LD, _ARG1), _op(_JEQ, 0x5412, 1, 0), _op(_JEQ, 0x541C, 0, 1)]
     program += [refuse(errno.EPERM), _op(_RET, _ALLOW)]
     return b"".join(program)
 
 
-def filter_hash(machine: str = MACHINE) -> str:
+def _socket_rules(other: dict[str, int], alone: bool) -> list[bytes]:
+    """Families that a suite needs; of netlink only the part that lists interfaces; pairs of unix sockets."""
+    refuse, allow = _op(_RET, _ERRNO | errno.EAFNOSUPPORT), _op(_RET, _ALLOW)
+    rules = [_op(_JEQ, other["socketpair"], 0, 4), _op(_LD, _ARG0), _op(_JEQ, socket.AF_UNIX, 1, 0), refuse, allow]
+    if alone:
+        return [*rules, _op(_JEQ, other["socket"], 0, 1), refuse]
+    families = [socket.AF_UNIX, socket.AF_INET, socket.AF_INET6]
+    rules += [_op(_JEQ, other["socket"], 0, 6 + len(families)), _op(_LD, _ARG0)]
+    rules += [_op(_JEQ, family, len(families) - i + 3, 0) for i, family in enumerate(families)]
+    netlink_route = 0
+    return [*rules, _op(_JEQ, socket.AF_NETLINK, 0, 2), _op(_LD, _ARG2), _op(_JEQ, netlink_route, 1, 0), refuse, allow]
+
+
+def filter_hash(machine: str = MACHINE, *, alone: bool = False) -> str:
     """Names the filter in a boundary record; empty when there is none."""
-    program = deny_filter(machine)
+    program = deny_filter(machine, alone=alone)
     return hashlib.sha256(program).hexdigest()[:16] if program else ""
 
 
@@ -250,9 +300,9 @@ class _Program(ctypes.Structure):
     _fields_ = [("length", ctypes.c_ushort), ("filter", ctypes.c_char_p)]
 
 
-def install_filter() -> None:
+def install_filter(*, alone: bool = False) -> None:
     """Put the calling process and all its children under the filter. Needs no_new_privs."""
-    program = deny_filter()
+    program = deny_filter(alone=alone)
     if not program:
         return
     body = _Program(len(program) // 8, program)
@@ -261,3 +311,67 @@ def install_filter() -> None:
     if result < 0:
         code = ctypes.get_errno()
         raise OSError(code, f"seccomp filter: {os.strerror(code)}")
+
+
+# ---------------------------------------------------------------------------------------------------
+# Landlock
+
+_FS_READ = 0b1101
+"""Execute, read a file, list a folder."""
+_FS_FILE = 0b111 | 1 << 14 | 1 << 15
+"""What can be allowed on a single file: execute, write, read, truncate, ioctl of a device."""
+_FS_DEVICES = 1 << 6 | 1 << 11
+"""Make character and block devices: never allowed."""
+_FS_BY_ABI = {2: 0x3FFF, 3: 0x7FFF, 4: 0x7FFF, 5: 0xFFFF}
+_NET_TCP, _SCOPE_SOCKETS_AND_SIGNALS = 3, 3
+LANDLOCK_NEEDED = 2
+"""Before ABI 2 (Linux 5.19) every rename from one folder into another is refused, which breaks ordinary programs."""
+
+
+@functools.cache
+def landlock_abi() -> int:
+    """Version of Landlock that this kernel has, 0 without."""
+    return max(int(_libc.syscall(ctypes.c_long(444), None, ctypes.c_size_t(0), ctypes.c_uint(1))), 0)
+
+
+def landlock(*, read: Sequence[str], write: Sequence[str], devices: Sequence[str] = (), no_tcp: bool = False) -> int:
+    """Allow this process and its children only these trees, and no signal or abstract socket out of them. Returns the ABI; 0, and
+    nothing was done, below LANDLOCK_NEEDED. Paths that do not exist are passed over. Needs no_new_privs."""
+    abi = landlock_abi()
+    if abi < LANDLOCK_NEEDED:
+        return 0
+    handled = _FS_BY_ABI[min(abi, 5)]
+    fields = [handled, _NET_TCP if no_tcp and abi >= 4 else 0, _SCOPE_SOCKETS_AND_SIGNALS if abi >= 6 else 0]
+    attributes = struct.pack("QQQ", *fields)[: 24 if abi >= 6 else 16 if abi >= 4 else 8]
+    ruleset = _landlock_call(444, ctypes.create_string_buffer(attributes), ctypes.c_size_t(len(attributes)), ctypes.c_uint(0))
+    try:
+        rules = [(path, _FS_READ) for path in read] + [(path, handled & ~_FS_DEVICES) for path in write]
+        for path, rights in (*rules, *((path, handled & _FS_FILE & ~1) for path in devices)):
+            _landlock_allow(ruleset, path, rights)
+        _landlock_call(446, ctypes.c_int(ruleset), ctypes.c_uint(0))
+    finally:
+        os.close(ruleset)
+    return abi
+
+
+def _landlock_allow(ruleset: int, path: str, rights: int) -> None:
+    path_beneath = 1
+    try:
+        fd = os.open(path, os.O_PATH | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return
+    try:
+        if not stat.S_ISDIR(os.fstat(fd).st_mode):
+            rights &= _FS_FILE
+        rule = ctypes.create_string_buffer(struct.pack("=Qi", rights, fd))
+        _landlock_call(445, ctypes.c_int(ruleset), ctypes.c_int(path_beneath), rule, ctypes.c_uint(0))
+    finally:
+        os.close(fd)
+
+
+def _landlock_call(number: int, *args: object) -> int:
+    result = _libc.syscall(ctypes.c_long(number), *args)
+    if result < 0:
+        code = ctypes.get_errno()
+        raise OSError(code, f"landlock (call {number}): {os.strerror(code)}")
+    return result

@@ -20,21 +20,25 @@ import socket
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 from etude.errors import DeadlineError, SandboxError, UserError
-from etude.protocols import Change, Limits, Sandbox, SandboxInfo
+from etude.protocols import Change, GradeBundle, GradedRun, Limits, Sandbox, SandboxInfo
 from etude.records import Boundary, Level
-from etude.sandbox.channel import Channel, ServedSandbox
+from etude.sandbox.boundary import ASPECTS
+from etude.sandbox.channel import Channel, ServedSandbox, check_level
+from etude.sandbox.egress.policy import Network, NetworkPolicy
+from etude.sandbox.graded import graded_run
 from etude.sandbox.images import Diff, ImageStore, remove_tree
 
 BOUNDARY = Boundary(
     backend="plain",
     network="host",
     capabilities=("all of the user's",),
+    separates={**dict.fromkeys(ASPECTS, "nothing"), "server": "path checks of the tool server"},
     limits={
         "memory": "nothing",
         "pids": "nothing",
@@ -44,37 +48,41 @@ BOUNDARY = Boundary(
         "output": "count of the tool server",
     },
     evidence=("workspace diff",),
-    level=Level.FILES,
+    coverage={"workspace diff": "every file of the workspace at its end, and nothing that was written elsewhere"},
+    levels=(Level.FILES, Level.SESSION),
 )
 
 
-class PlainHost:
-    """Makes plain processes. Refuses unless `unsafe=True`."""
+class ProcessHost:
+    """Makes tool servers that are children of this process. What surrounds them is up to the subclass."""
 
-    def __init__(self, *, root: Path | str | None = None, unsafe: bool = False) -> None:
-        if unsafe is not True:
-            raise UserError(
-                "the plain backend protects nothing: commands run as you, with your files and your network. "
-                "Pass unsafe=True if you trust the code that will run, or use backend='namespace'"
-            )
+    def __init__(self, boundary: Boundary, root: Path | str | None) -> None:
+        self.boundary = boundary
         self._temporary = root is None
-        self.root = Path(tempfile.mkdtemp(prefix="etude-plain-")) if root is None else Path(root).absolute()
-        for name in ("layers", "snapshots", "work"):
+        self.root = Path(tempfile.mkdtemp(prefix=f"etude-{boundary.backend}-")) if root is None else Path(root).absolute()
+        for name in ("layers", "snapshots", "work", "bin"):
             (self.root / name).mkdir(parents=True, exist_ok=True)
+        for name in ("python", "python3"):  # some installations have only python3.11
+            if not Path(os.path.dirname(sys.executable), name).exists() and not (self.root / "bin" / name).is_symlink():
+                (self.root / "bin" / name).symlink_to(sys.executable)
         self.store = ImageStore(self.root)
-        self._sandboxes: dict[str, PlainSandbox] = {}
-        self._by_create_id: dict[str, asyncio.Task[PlainSandbox]] = {}
+        self._sandboxes: dict[str, ProcessSandbox] = {}
+        self._by_create_id: dict[str, asyncio.Task[ProcessSandbox]] = {}
         self._totals = {"created": 0, "destroyed": 0, "expired": 0, "died": 0}
+
+    program: tuple[str, ...] = (str(Path(__file__).parent / "toolserver.py"),)
+    """What the interpreter runs; it gets a descriptor and JSON."""
 
     async def add_image(self, files: Any) -> str:
         return await asyncio.to_thread(self.store.add, files)
 
     async def create(
-        self, image: str, *, limits: Limits = Limits(), network: Sequence[str] = (), ttl_s: float = 900.0, create_id: str = ""
-    ) -> PlainSandbox:
-        """A folder with the files of `image` and a tool server in it. `network` is not enforced: all of it is reachable."""
-        if network:
-            raise UserError("the plain backend cannot limit the network to a list of hosts; it reaches everything")
+        self, image: str, *, limits: Limits = Limits(), network: Network = (), ttl_s: float = 900.0, create_id: str = ""
+    ) -> ProcessSandbox:
+        """A folder with the files of `image` and a tool server in it."""
+        if NetworkPolicy.of(network):
+            reach = "reaches everything" if self.boundary.network == "host" else "has none"
+            raise UserError(f"the {self.boundary.backend} backend cannot limit the network to a list of hosts; it {reach}")
         known = self._by_create_id.get(create_id) if create_id else None
         if known is not None and not (known.done() and known.exception() is None and known.result().gone):
             return await asyncio.shield(known)
@@ -83,15 +91,15 @@ class PlainHost:
             self._by_create_id[create_id] = task
         return await task
 
-    async def _create(self, image: str, limits: Limits, ttl_s: float) -> PlainSandbox:
-        self.store.layers(image)
+    async def _create(self, image: str, limits: Limits, ttl_s: float) -> ProcessSandbox:
+        origin = self.store.describe(image)
         name = f"p{self._totals['created'] + 1}"
         self._totals["created"] += 1
         folder = Path(tempfile.mkdtemp(prefix=f"{name}-", dir=self.root / "work"))
         await asyncio.to_thread(self._copy, image, folder / "repo")
         ours, theirs = socket.socketpair()
         settings = {"workdir": os.path.realpath(folder / "repo"), "limits": asdict(limits), "environment": self._environment(folder)}
-        command = [sys.executable, str(Path(__file__).parent / "toolserver.py"), str(theirs.fileno()), json.dumps(settings)]
+        command = [sys.executable, *self.program, str(theirs.fileno()), json.dumps(settings)]
         process = await asyncio.to_thread(
             subprocess.Popen,
             command,
@@ -99,14 +107,14 @@ class PlainHost:
             stdin=subprocess.DEVNULL,
             start_new_session=True,
             cwd=folder,
-            env={"PATH": os.environ.get("PATH", ""), "PYTHONHASHSEED": "0", "PYTHONDONTWRITEBYTECODE": "1", "PYTHONPATH": _site()},
+            env={"PATH": os.environ.get("PATH", ""), "PYTHONHASHSEED": "0", "PYTHONDONTWRITEBYTECODE": "1", "PYTHONPATH": site()},
         )
         theirs.close()
         reader, writer = await asyncio.open_connection(sock=ours, limit=1 << 20)
-        sandbox = PlainSandbox(self, Channel(reader, writer, name), process, folder, image=image, limits=limits, ttl_s=ttl_s)
+        sandbox = ProcessSandbox(self, Channel(reader, writer, name), process, folder, image=image, limits=limits, ttl_s=ttl_s)
         self._sandboxes[name] = sandbox
         try:
-            await sandbox.ready()
+            await sandbox.ready(origin.session)
         except (SandboxError, DeadlineError):
             await sandbox.destroy()
             raise
@@ -119,11 +127,10 @@ class PlainHost:
             shutil.copyfile(source, target / path)
             (target / path).chmod(mode)
 
-    @staticmethod
-    def _environment(folder: Path) -> dict[str, str]:
+    def _environment(self, folder: Path) -> dict[str, str]:
         (folder / "tmp").mkdir()
         return {
-            "PATH": os.pathsep.join((os.path.dirname(sys.executable), os.environ.get("PATH", ""))),
+            "PATH": os.pathsep.join((os.path.dirname(sys.executable), str(self.root / "bin"), os.environ.get("PATH", ""))),
             "HOME": str(folder / "tmp"),
             "TMPDIR": str(folder / "tmp"),
             "LANG": "C.UTF-8",
@@ -139,7 +146,7 @@ class PlainHost:
     async def stats(self) -> dict[str, float]:
         return {"live": len(self._sandboxes), "orphans": 0, **self._totals}
 
-    def forget(self, sandbox: PlainSandbox, *, expired: bool) -> None:
+    def forget(self, sandbox: ProcessSandbox, *, expired: bool) -> None:
         if self._sandboxes.pop(sandbox.id, None) is not None:
             self._totals["destroyed"] += 1
             self._totals["expired"] += expired
@@ -151,12 +158,24 @@ class PlainHost:
             await asyncio.to_thread(remove_tree, self.root)
 
 
-class PlainSandbox(ServedSandbox):
-    """A folder and a tool server, with nothing around them."""
+class PlainHost(ProcessHost):
+    """Makes plain processes. Refuses unless `unsafe=True`."""
+
+    def __init__(self, *, root: Path | str | None = None, unsafe: bool = False) -> None:
+        if unsafe is not True:
+            raise UserError(
+                "the plain backend protects nothing: commands run as you, with your files and your network. "
+                "Pass unsafe=True if you trust the code that will run, or use backend='namespace'"
+            )
+        super().__init__(BOUNDARY, root)
+
+
+class ProcessSandbox(ServedSandbox):
+    """A folder and a tool server in a process of its own."""
 
     def __init__(
         self,
-        host: PlainHost,
+        host: ProcessHost,
         channel: Channel,
         process: subprocess.Popen[bytes],
         folder: Path,
@@ -168,12 +187,16 @@ class PlainSandbox(ServedSandbox):
         super().__init__(channel, os.path.realpath(folder / "repo"))
         self.id, self.gone = channel.name, False
         self._host, self._process, self._folder, self._image = host, process, folder, image
+        self._files, self._boundary = host.store.describe(image).files, host.boundary
         self._limits, self._ttl_s, self._snapshot, self._why = limits, ttl_s, "", ""
         channel.fate = self._fate
         self._lease: asyncio.TimerHandle | None = None
 
-    async def ready(self) -> None:
+    async def ready(self, session: Mapping[str, Any] | None) -> None:
         await self._channel.request("ping", {}, timeout_s=60.0)
+        if session is not None:
+            await self._restore_session(session)
+            self._boundary = self._boundary.replace(level=Level.SESSION)
         self._lease = asyncio.get_running_loop().call_later(self._ttl_s, self._expire)
 
     async def _fate(self) -> str:
@@ -184,14 +207,14 @@ class PlainSandbox(ServedSandbox):
         self._expiry = asyncio.get_running_loop().create_task(self._end(expired=True))
 
     async def info(self) -> SandboxInfo:
-        return SandboxInfo(id=self.id, image=self._image, snapshot=self._snapshot, boundary=BOUNDARY, workdir=self._workdir)
+        return SandboxInfo(id=self.id, image=self._image, snapshot=self._snapshot, boundary=self._boundary, workdir=self._workdir)
 
     async def diff(self) -> list[Change]:
         return list((await self.diff_report()).changes)
 
     async def diff_report(self) -> Diff:
         with self._tree() as tree:
-            return await asyncio.to_thread(self._host.store.diff_tree, tree, self._image)
+            return await asyncio.to_thread(self._host.store.diff_tree, tree, self._files)
 
     @contextlib.contextmanager
     def _tree(self) -> Iterator[int]:
@@ -204,11 +227,16 @@ class PlainSandbox(ServedSandbox):
             os.close(fd)
 
     async def snapshot(self, level: Level = Level.FILES, *, require: bool = True) -> str:
-        if level is not Level.FILES and require:
-            raise UserError(f"the plain backend keeps files only ({Level.FILES}), not {level}; pass require=False to accept that")
+        level, store = check_level(self._boundary.backend, level, self._boundary.levels, require), self._host.store
         with self._tree() as tree:
-            self._snapshot = await asyncio.to_thread(self._host.store.add_tree, tree)
-        return self._snapshot
+            snapshot = await asyncio.to_thread(store.add_tree, tree, self._files)
+        if level is Level.SESSION:
+            snapshot = await asyncio.to_thread(store.add_session, snapshot, await self._session_state())
+        self._snapshot = snapshot
+        return snapshot
+
+    async def grade(self, bundle: GradeBundle) -> GradedRun:
+        return await graded_run(self._host, replace(bundle, image=bundle.image or self._host.store.describe(self._image).base))
 
     async def fork(self, n: int, level: Level = Level.FILES, *, require: bool = True) -> list[Sandbox]:
         snapshot = await self.snapshot(level, require=require)
@@ -238,6 +266,6 @@ class PlainSandbox(ServedSandbox):
         remove_tree(self._folder)
 
 
-def _site() -> str:
+def site() -> str:
     """Where the tool server finds pytest: an interpreter may have been given its packages by PYTHONPATH."""
     return os.pathsep.join(path for path in sys.path if os.path.basename(path) in ("site-packages", "dist-packages"))

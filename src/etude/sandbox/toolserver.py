@@ -31,6 +31,7 @@ import re
 import resource
 import selectors
 import shlex
+import shutil
 import signal
 import socket
 import stat
@@ -66,6 +67,40 @@ SHELL = "/bin/bash" if os.path.exists("/bin/bash") else "/bin/sh"
 PLAIN_COMMAND = re.compile(r"[\w\s./:=,@%+\-\[\]'\"]+\Z")
 """Characters of a command line that no shell would interpret; brackets are those of parametrised test ids."""
 PYTHON = re.compile(r"(?:.*/)?python(?:3(?:\.\d+)?)?\Z")
+MAX_SESSION = 4 * 2**20
+"""Bytes of variables and functions that a session may keep."""
+SESSION_SHELL = """
+__etude_out=$2 __etude_command=$1 __etude_save=$3
+set --
+IFS= read -r -d '' __etude_state
+exec </dev/null
+{ eval "$__etude_state"; unset __etude_state; trap '{ eval "$__etude_save"; } 2>/dev/null' EXIT; } >/dev/null 2>&1
+eval "$__etude_command"
+{ __etude_code=$?; trap '{ eval "$__etude_save"; } 2>/dev/null' EXIT; exit "$__etude_code"; } 2>/dev/null
+"""
+SESSION_SAVE = (
+    """{ __etude_code=$?
+{ printf 'cd -- %q\\n' "$PWD"
+umask -p
+declare -f
+alias -p
+[[ $IFS == $' \\t\\n' ]] || declare -p IFS
+for __etude_name in """
+    + " ".join(f'"${{!{letter}@}}"' for letter in "_ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz")
+    + """; do case $__etude_name in
+__etude*|BASH*|DIRSTACK|EPOCH*|EUID|FUNCNAME|GROUPS|HISTCMD|HOSTNAME|HOSTTYPE|IFS|LINENO|MACHTYPE|OPTIND|OSTYPE) ;;
+PIPESTATUS|PPID|PWD|RANDOM|SECONDS|SHELLOPTS|SHLVL|SRANDOM|UID|_) ;;
+*) declare -p -- "$__etude_name" ;;
+esac; done
+shopt -p
+set +o
+} >| "$__etude_out"
+exit "$__etude_code"; } 2>/dev/null
+"""
+)
+"""One command of a session takes up what the last one left, runs, and writes down what it leaves: folder, umask, functions, aliases,
+variables, options. A shell that lived on between commands would be lost with the first command that times out, could not be kept in a
+snapshot, and would need marks in its output."""
 
 
 class Refusal(Exception):
@@ -136,6 +171,14 @@ class Run:
     @property
     def seconds(self) -> float:
         return time.monotonic() - self.started
+
+
+class Session:
+    """What one command of a shell leaves to the next."""
+
+    def __init__(self, cwd: str, environment: dict[str, str], state: bytes = b"") -> None:
+        self.cwd, self.environment, self.state = cwd, environment, state
+        self.run: Run | None = None
 
 
 class Timer:
@@ -219,7 +262,11 @@ class Connection:
 
 
 class Server:
-    """Runs operations for its connections. `guard` is called in every forked child before any foreign code."""
+    """Runs operations for its connections. `guard` is called in every forked child before any foreign code.
+
+    `subreaper`: it is not process 1, and orphans of what it started come to it all the same. Commands are then guarded too:
+    as process 1 it needs no guard against them, because the kernel delivers it no signal of theirs.
+    """
 
     def __init__(
         self,
@@ -234,6 +281,7 @@ class Server:
         score_fd: int = -1,
         poll_memory: bool = False,
         poll_pids: bool = False,
+        subreaper: bool = False,
     ) -> None:
         self.workdir, self.limits, self.environment, self.confined = workdir, limits, environment, confined
         self._bin_dir, self._guard, self._score_fd = bin_dir, guard, score_fd
@@ -243,9 +291,14 @@ class Server:
         self._timers: list[Timer] = []
         self._runs: dict[int, Run] = {}
         self._jobs: dict[str, Run] = {}
+        self._commands: dict[str, str] = {}
+        """Command of every job, also of those that ran where this sandbox was forked from."""
+        self._sessions: dict[str, Session] = {}
         self._requests: dict[tuple[Connection, int], Run] = {}
         self._deadline = time.monotonic() + limits["wall_s"]
         self._is_init = os.getpid() == 1
+        self._top = os.getpid() if self._is_init or subreaper else 0
+        """The process to which orphans come, 0 where they are lost."""
         self._base_path = [entry for entry in sys.path if entry]
         self._stop = False
         self.exit_without_clients = False
@@ -438,7 +491,7 @@ class Server:
 
     def _kill_strays(self, run: Run) -> None:
         """Kill what `run` left outside of its process group: its session, its descendants, and orphans that no live run explains."""
-        if not self._is_init:
+        if not self._top:
             return
         for _ in range(20):  # a process may fork while it is looked at
             victims = [pid for pid in self._strays(run) if pid not in self._runs]
@@ -461,29 +514,33 @@ class Server:
 
     def _strays(self, run: Run) -> list[int]:
         """Processes of the run's session, and, when no other run goes on that could have made them, all that came with it."""
-        table = process_table()
+        table = self._family()
         others = {pid for pid in self._runs if pid != run.pid}
 
         def is_stray(pid: int) -> bool:
             session, state = table[pid][1:]
-            if pid == 1 or state == "Z" or others & {pid, session}:
+            if pid == self._top or state == "Z" or others & {pid, session}:
                 return False
             if session == run.pid:
                 return True
             ancestors = set()
-            while pid in table and pid != 1 and pid not in ancestors:
+            while pid in table and pid != self._top and pid not in ancestors:
                 ancestors.add(pid)
                 pid = table[pid][0]
             return not others and not ancestors & run.before
 
         return [pid for pid in table if is_stray(pid)]
 
+    def _family(self) -> dict[int, tuple[int, int, str]]:
+        """pid -> (parent, session, state) of every process of the sandbox, this one too."""
+        if self._is_init:
+            return process_table(process_ids())
+        return process_table(descendants(self._top) | {self._top}) if self._top else {}
+
     def kill_all(self) -> None:
         for run in list(self._runs.values()):
             self._kill_group(run.pid)
-        if self._is_init:
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.kill(-1, signal.SIGKILL)
+        self._signal_all(signal.SIGKILL)
 
     def _watch(self) -> None:
         """Where the kernel does not count: add up what the sandbox's processes are and hold, and stop the runs when it is too much."""
@@ -491,7 +548,7 @@ class Server:
             excess = ""
             if self._poll_pids and len(process_ids()) > self.limits["pids"]:
                 excess = "pids"
-            elif self._poll_memory and resident_bytes() > self.limits["memory_bytes"]:
+            elif self._poll_memory and resident_bytes(process_ids() - {1}) > self.limits["memory_bytes"]:
                 excess = "memory"
             for run in list(self._runs.values()) if excess else ():
                 self._stop_run(run, excess)
@@ -520,7 +577,7 @@ class Server:
 
     def _census(self) -> tuple[dict[str, int], set[int]]:
         """Before a run: how often limits were hit, and which processes there are."""
-        return {name: self._counter(name) for name in self._counter_fds}, process_ids() if self._is_init else set()
+        return {name: self._counter(name) for name in self._counter_fds}, set(self._family())
 
     def _spawn(
         self, argv: list[str], cwd: str, environment: dict[str, str], stdin: bytes, ended: Callable[[Run], None], timeout_s: float
@@ -534,7 +591,14 @@ class Server:
                     source.write(stdin)
                     source.seek(0)
                 popen = subprocess.Popen(
-                    argv, cwd=cwd, env=environment, stdin=source, stdout=write_end, stderr=write_end, start_new_session=True
+                    argv,
+                    cwd=cwd,
+                    env=environment,
+                    stdin=source,
+                    stdout=write_end,
+                    stderr=write_end,
+                    start_new_session=True,
+                    preexec_fn=self._prepare_command if self._top and not self._is_init else None,
                 )
         except BaseException:
             os.close(read_end)
@@ -542,11 +606,17 @@ class Server:
         finally:
             os.close(write_end)
         with contextlib.suppress(ProcessLookupError, PermissionError):
-            for kind, pair in self._child_limits().items():
+            for kind, pair in self._child_limits().items() if self._is_init or not self._top else ():
                 set_limit(popen.pid, kind, pair)
         run = Run(popen.pid, read_end, Capture(int(self.limits["output_bytes"])), ended)
         run.popen, run.counters, run.before = popen, counters, before
         return self._start(run, timeout_s)
+
+    def _prepare_command(self) -> None:
+        """In the child, before it becomes the command."""
+        for kind, pair in self._child_limits().items():
+            resource.setrlimit(kind, pair)
+        self._guard()
 
     def _fork(self, body: Callable[[int], None], ended: Callable[[Run], None], timeout_s: float, *, results: bool = False) -> Run:
         """Run `body(results fd)` in a fork of this process. It must not return normally to the loop, and never does."""
@@ -593,9 +663,7 @@ class Server:
             os.dup2(results, first_free, inheritable=False)
             first_free += 1
         os.closerange(first_free, min(resource.getrlimit(resource.RLIMIT_NOFILE)[0], 1 << 20))
-        for kind, pair in self._child_limits().items():
-            resource.setrlimit(kind, pair)
-        self._guard()
+        self._prepare_command()
         return 3 if results >= 0 else -1
 
     # -- operations: state
@@ -616,7 +684,16 @@ class Server:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(-1, number)
             return
-        for run in self._runs.values():
+        signalled: set[int] = set()
+        for _ in range(20):  # a process may fork while others are signalled
+            family = {pid for pid, (_, _, state) in self._family().items() if state != "Z"} - {self._top} - signalled
+            if not family:
+                break
+            for pid in family:
+                with contextlib.suppress(ProcessLookupError, PermissionError):
+                    os.kill(pid, number)
+            signalled |= family
+        for run in self._runs.values() if not self._top else ():
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(run.pid, number)
 
@@ -860,6 +937,50 @@ class Server:
                 break
         return total
 
+    def op_apply(self, arguments: dict[str, Any], reply: Callable) -> None:
+        """Make the workspace hold these files: [[path, size, mode], ...] with their contents in the blob; size -1 is a deletion."""
+        blob, at, changes = arguments.get("blob", b""), 0, arguments.get("changes") or []
+        for path, size, _ in changes:
+            if size < 0:
+                self._remove(path)
+        for path, size, mode in changes:
+            if size >= 0:
+                self._clear_way(path)
+                self._write(path, blob[at : at + size], int(mode))
+                at += size
+        reply({})
+
+    def _named(self, given: str) -> str:
+        """The real folder of what the caller named, and its own name in it: the name itself may be a link."""
+        parent, name = os.path.split(os.path.join(self.workdir, given).rstrip("/"))
+        if name in ("", ".", ".."):
+            raise Refusal("bad_arguments", f"path {given!r} should name a file")
+        return os.path.join(self.path(parent), name)
+
+    def _remove(self, given: str) -> None:
+        target = self._named(given)
+        try:
+            if os.path.isdir(target) and not os.path.islink(target):
+                shutil.rmtree(target)
+            else:
+                os.unlink(target)
+        except (FileNotFoundError, NotADirectoryError):
+            pass
+        except OSError as error:
+            raise Refusal("failed", f"cannot remove {given}: {error.strerror}") from None
+
+    def _clear_way(self, given: str) -> None:
+        """Remove what stands where a file or one of its folders must be: a link, a folder, a file."""
+        parts = given.split("/")
+        for depth in range(1, len(parts)):
+            folder = "/".join(parts[:depth])
+            if folder and os.path.lexists(self._named(folder)) and not os.path.isdir(self._named(folder)):
+                self._remove(folder)
+                break
+        target = self._named(given)
+        if os.path.islink(target) or os.path.isdir(target):
+            self._remove(given)
+
     # -- operations: commands
 
     def _place(self, arguments: dict[str, Any]) -> tuple[str, dict[str, str]]:
@@ -905,12 +1026,16 @@ class Server:
         if not isinstance(command, str) or not command:
             raise Refusal("bad_arguments", "job_start needs a command")
         cwd, environment = self._place(arguments)
-        name = str(len(self._jobs) + 1)
+        name = str(len(self._commands) + 1)
         self._jobs[name] = self._spawn([SHELL, "-c", command], cwd, environment, b"", lambda run: None, float("inf"))
+        self._commands[name] = command
         reply({"job": name})
 
     def _job(self, arguments: dict[str, Any]) -> Run:
         name = str(arguments.get("job"))
+        if name in self._commands and name not in self._jobs:
+            where = "ran where this sandbox was forked from, and does not run here; start it again if it is needed"
+            raise Refusal("failed", f"job {name} ({self._commands[name]}) {where}")
         if name not in self._jobs:
             raise Refusal("bad_arguments", f"no job {name!r}; there are {', '.join(self._jobs) or 'none'}")
         return self._jobs[name]
@@ -929,6 +1054,101 @@ class Server:
         run.ended = lambda run: reply({"running": False, **_run_result(run)})
         run.limit = "killed"
         self._kill_group(run.pid)
+
+    # -- operations: sessions
+
+    def op_session_open(self, arguments: dict[str, Any], reply: Callable) -> None:
+        name = str(arguments.get("session") or "")
+        if name and name in self._sessions:
+            reply({"session": name})
+            return
+        if not SHELL.endswith("bash"):
+            raise Refusal("failed", f"a session needs /bin/bash, and here is only {SHELL}")
+        if len(name) > 64 or any(not (character.isalnum() or character in "-_") for character in name):
+            raise Refusal("bad_arguments", f"session name {name[:80]!r} should be up to 64 letters, digits, - and _")
+        cwd, environment = self._place(arguments)
+        name = name or next(str(n) for n in range(1, len(self._sessions) + 2) if str(n) not in self._sessions)
+        self._sessions[name] = Session(cwd, environment)
+        reply({"session": name})
+
+    def _session(self, arguments: dict[str, Any]) -> Session:
+        name = str(arguments.get("session"))
+        if name not in self._sessions:
+            raise Refusal("bad_arguments", f"no session {name!r}; there are {', '.join(self._sessions) or 'none'}")
+        return self._sessions[name]
+
+    def op_session_close(self, arguments: dict[str, Any], reply: Callable) -> None:
+        session = self._session(arguments)
+        if session.run is not None:
+            self._stop_run(session.run, "cancelled")
+        del self._sessions[str(arguments.get("session"))]
+        reply({})
+
+    def op_session_run(self, arguments: dict[str, Any], reply: Callable) -> Run:
+        """The answer of a command, and `kept`: whether the next command will see what this one changed of the session."""
+        session, command = self._session(arguments), arguments.get("command")
+        if not isinstance(command, str) or "\0" in command:
+            raise Refusal("bad_arguments", "session_run needs a command")
+        if session.run is not None:
+            raise Refusal("failed", f"session {arguments.get('session')} is busy; wait for its command, or open another session")
+        timeout_s = _seconds(arguments, 60.0)
+        fd, out = tempfile.mkstemp(prefix=".session-", dir=self.environment.get("TMPDIR"))
+        os.close(fd)
+
+        def ended(run: Run) -> None:
+            session.run = None
+            state = self._left_behind(out)
+            kept = bool(state) and not run.limit
+            if kept:
+                session.state = state
+            reply({**_run_result(run), "kept": kept})
+
+        line = [SHELL, "--noprofile", "--norc", "-c", SESSION_SHELL, "bash", command, out, SESSION_SAVE]
+        cwd = session.cwd if not session.state and os.path.isdir(session.cwd) else self.workdir
+        try:
+            session.run = self._spawn(line, cwd, {} if session.state else session.environment, session.state, ended, timeout_s)
+        except BaseException:
+            os.unlink(out)
+            raise
+        return session.run
+
+    def _left_behind(self, path: str) -> bytes:
+        """What a command of a session wrote down; b"" when it did not come to that, or when it wrote too much."""
+        try:
+            fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+        except OSError:
+            return b""
+        with open(fd, "rb") as file:
+            state = file.read(MAX_SESSION + 1) if stat.S_ISREG(os.fstat(fd).st_mode) else b""
+        with contextlib.suppress(OSError):
+            os.unlink(path)
+        return state if len(state) <= MAX_SESSION and state.startswith(b"cd -- ") else b""
+
+    def op_session_state(self, _arguments: dict[str, Any], reply: Callable) -> None:
+        """All that a snapshot of level L1 carries beyond the files."""
+        sessions = {
+            name: [session.cwd, session.environment, session.state.decode("utf-8", "surrogateescape")]
+            for name, session in self._sessions.items()
+        }
+        reply({"state": {"workdir": self.workdir, "sessions": sessions, "jobs": self._commands}})
+
+    def op_session_restore(self, arguments: dict[str, Any], reply: Callable) -> None:
+        """Take up such a state. A server that has one already keeps it: its client was adopted, not restored.
+
+        Where every sandbox has a folder of its own (no mount namespace), that folder's name is replaced wherever it stands.
+        """
+        state = arguments["state"]
+        there, here = (os.path.dirname(path) for path in (state["workdir"], self.workdir))
+
+        def moved(text: str) -> str:
+            return text if there == here else text.replace(there, here)
+
+        if not self._sessions and not self._commands:
+            for name, (cwd, environment, text) in state["sessions"].items():
+                variables = {key: moved(value) for key, value in environment.items()}
+                self._sessions[name] = Session(moved(cwd), variables, moved(text).encode("utf-8", "surrogateescape"))
+            self._commands.update(state["jobs"])
+        reply({})
 
     # -- operations: tests
 
@@ -1094,10 +1314,27 @@ def process_ids() -> set[int]:
     return {int(name) for name in os.listdir("/proc") if name.isdigit()}
 
 
-def process_table() -> dict[int, tuple[int, int, str]]:
+def descendants(top: int) -> set[int]:
+    """Processes below `top`, by the kernel's own lists of children."""
+    found: set[int] = set()
+    waiting = [top]
+    while waiting:
+        pid = waiting.pop()
+        try:
+            for task in os.listdir(f"/proc/{pid}/task"):
+                with open(f"/proc/{pid}/task/{task}/children", "rb") as file:
+                    children = {int(child) for child in file.read().split()} - found
+                found |= children
+                waiting += children
+        except OSError:  # it ended while it was looked at
+            continue
+    return found
+
+
+def process_table(pids: set[int]) -> dict[int, tuple[int, int, str]]:
     """pid -> (parent, session, state)."""
     table = {}
-    for pid in process_ids():
+    for pid in pids:
         try:
             with open(f"/proc/{pid}/stat", "rb") as file:
                 fields = file.read().rpartition(b")")[2].split()
@@ -1107,18 +1344,17 @@ def process_table() -> dict[int, tuple[int, int, str]]:
     return table
 
 
-def resident_bytes() -> int:
-    """Memory that the processes of this pid namespace hold for themselves; files in memory are bounded by the disk limit."""
+def resident_bytes(pids: set[int]) -> int:
+    """Memory that processes hold for themselves; files in memory are bounded by the disk limit."""
     page = os.sysconf("SC_PAGE_SIZE")
     total = 0
-    for name in os.listdir("/proc"):
-        if name.isdigit() and name != "1":
-            try:
-                with open(f"/proc/{name}/statm", "rb") as file:
-                    fields = file.read().split()
-            except OSError:
-                continue
-            total += (int(fields[1]) - int(fields[2])) * page
+    for pid in pids:
+        try:
+            with open(f"/proc/{pid}/statm", "rb") as file:
+                fields = file.read().split()
+        except OSError:
+            continue
+        total += (int(fields[1]) - int(fields[2])) * page
     return total
 
 

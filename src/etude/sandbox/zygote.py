@@ -10,7 +10,7 @@ Identity: sandboxd's user (or SANDBOX_UID when that is root, given up before the
 the zygote's namespace, which may mount; each sandbox has a user namespace below it where the same user is 1000, has no
 capability, and where the kernel counts its processes apart from those of other sandboxes.
 
-This file runs where the etude package is not visible: sandboxd passes the source text of it, of `linux` and of
+This file runs where the etude package is not visible: sandboxd passes the source text of it, of `linux`, `redirect` and
 `toolserver` through a descriptor. It imports nothing else.
 """
 
@@ -25,15 +25,18 @@ import shutil
 import signal
 import socket
 import sys
+import traceback
 from typing import Any
 
-from etude.sandbox import linux, toolserver
+from etude.sandbox import linux, redirect, toolserver
 
 INSIDE_ID = 1000
 REPO = "/repo"
 """The workspace, as every sandbox sees it."""
 LAYERS, SCRATCH = "/mnt/layers", "/mnt/scratch"
+WRITABLE = (REPO, "/tmp", "/dev/shm")
 MAX_MESSAGE = 1 << 16
+MAX_FDS = 32
 
 
 def send(sock: socket.socket, message: dict[str, Any], fds: tuple[int, ...] | list[int] = ()) -> None:
@@ -42,7 +45,7 @@ def send(sock: socket.socket, message: dict[str, Any], fds: tuple[int, ...] | li
 
 def receive(sock: socket.socket) -> tuple[dict[str, Any] | None, list[int]]:
     """One message and the descriptors that came with it; None at the end of the stream."""
-    data, fds, _, _ = socket.recv_fds(sock, MAX_MESSAGE, 8, socket.MSG_CMSG_CLOEXEC)
+    data, fds, _, _ = socket.recv_fds(sock, MAX_MESSAGE, MAX_FDS, socket.MSG_CMSG_CLOEXEC)
     return (json.loads(data) if data else None), fds
 
 
@@ -100,6 +103,8 @@ class Zygote:
             try:
                 become_sandbox(fds[0], fds[1:])
                 code = 0
+            except Exception:
+                traceback.print_exc()  # into the log of sandboxd
             finally:
                 os._exit(code)
         self._children[pid] = name
@@ -139,7 +144,10 @@ def become_sandbox(control_fd: int, cgroup_fds: list[int]) -> None:
     try:
         mount = mount_workspace if order["overlay"] else copy_workspace
         upper = mount(order["layers"], order["limits"])
-        score_fd = close_doors(order["limits"], count_processes=not order["poll_pids"])
+        network = order.get("network")
+        if network:
+            redirect.trust(network["authority"])
+        score_fd, ways_out = close_doors(order["limits"], count_processes=not order["poll_pids"], network=network)
         server = toolserver.Server(
             workdir=REPO,
             limits=order["limits"],
@@ -155,8 +163,10 @@ def become_sandbox(control_fd: int, cgroup_fds: list[int]) -> None:
     except (OSError, KeyError) as error:
         send(control, {"error": str(error)})
         return
-    send(control, {"started": True}, [upper])
+    send(control, {"started": True}, [upper, *(sock.fileno() for sock in ways_out)])
     os.close(upper)
+    for sock in ways_out:  # the host has them now; nothing inside may answer in its place
+        sock.close()
 
     def ordered(_mask: int) -> None:
         message, more = receive(control)
@@ -217,8 +227,11 @@ def _hide_scratch() -> None:
     linux.unmount(LAYERS)
 
 
-def close_doors(limits: dict[str, float], *, count_processes: bool) -> int:
-    """Give up everything that agent code must not have. Returns a descriptor of this process's out-of-memory score."""
+def close_doors(
+    limits: dict[str, float], *, count_processes: bool, network: dict[str, Any] | None = None
+) -> tuple[int, list[socket.socket]]:
+    """Give up everything that agent code must not have. Returns a descriptor of this process's out-of-memory score, and the sockets
+    by which the host serves the network where there is one."""
     linux.prctl(linux.PR_SET_NAME, _text("sandbox"))
     flags = linux.CLONE_NEWUSER | linux.CLONE_NEWNET | linux.CLONE_NEWIPC | linux.CLONE_NEWUTS
     try:
@@ -228,6 +241,7 @@ def close_doors(limits: dict[str, float], *, count_processes: bool) -> int:
     linux.map_ids(INSIDE_ID, 0, 0)
     socket.sethostname("sandbox")
     linux.loopback_up()
+    ways_out = redirect.ways_out(network) if network else []
     os.chdir(REPO)
     os.umask(0o022)
     score_fd = os.open("/proc/self/oom_score_adj", os.O_WRONLY | os.O_CLOEXEC)
@@ -244,9 +258,10 @@ def close_doors(limits: dict[str, float], *, count_processes: bool) -> int:
         resource.setrlimit(kind, (value, value))
     linux.drop_capabilities()
     linux.prctl(linux.PR_SET_NO_NEW_PRIVS, 1)
+    linux.landlock(read=("/",), write=WRITABLE, devices=[f"/dev/{name}" for name in linux.DEVICES])
     linux.install_filter()
     linux.prctl(linux.PR_SET_DUMPABLE, 0)
-    return score_fd
+    return score_fd, ways_out
 
 
 def _text(name: str) -> int:

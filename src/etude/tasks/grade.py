@@ -2,9 +2,9 @@
 
     report = await grade(task, await sandbox.diff(), host)
 
-Walk: `allowed_changes` sorts the changes (protected paths, links and paths outside are discarded and counted) -> a new
-sandbox from the task's own image plus its hidden tests, never from the agent's -> the allowed changes are written ->
-one `pytest` operation with a report that does not travel over stdout -> destroy.
+Walk: `allowed_changes` sorts the changes (protected paths, links and paths outside are discarded and counted) ->
+`sandbox.graded` makes a new sandbox from the task's own image plus its hidden tests, never from the agent's, applies what
+is allowed and runs the tests, with a report that does not travel over stdout -> `report_of` compares.
 
 Invariants:
 * `solved` needs every fail-to-pass and pass-to-pass id reported as passed by a run that reached its end. Missing,
@@ -28,15 +28,14 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from etude.errors import SandboxError, TaskError
-from etude.protocols import Change, Limits, Sandbox, SandboxHost
+from etude.protocols import Change, GradeBundle, Limits, Sandbox, SandboxHost
 from etude.records import Task, TestReport
+from etude.sandbox.graded import GRACE_S, graded_run
 
 ALWAYS_PROTECTED = ("*.pth", "*.pyc", "*.pyo", "*.so", "*sitecustomize.py", "*usercustomize.py", "*__pycache__/*", ".git/*")
 """Paths that change what a test run executes without being source of the task."""
 _SHADOWING = frozenset(sys.stdlib_module_names) | {"pytest", "_pytest", "pluggy", "iniconfig", "packaging", "py"}
 _MAX_CHANGED_BYTES = 8 * 2**20
-_GRACE_S = 15.0
-"""How long a sandbox may take to answer beyond the time limit of the tests."""
 
 
 class Discard(enum.StrEnum):
@@ -85,19 +84,19 @@ async def grade(task: Task, changes: Sequence[Change], host: SandboxHost, *, lim
     files = {path: text.encode() for path, text in task.files}
     hidden = {path: text.encode() for path, text in task.grader.hidden}
     image = await host.add_image({**files, **hidden}) if files else task.workspace
-    sandbox = await host.create(image, limits=limits or Limits())
-    try:
-        if not files:
-            for path, data in hidden.items():
-                await sandbox.write(path, data)
-        try:
-            await _apply(sandbox, allowed.changes, set(files))
-        except OSError as error:  # the agent's files do not fit, or cannot stand where it put them
-            run = TestRun(outcomes={}, messages={}, complete=False, ending=f"the changes cannot be applied: {error}")
-        else:
-            run = await run_pytest(sandbox, files_of(expected), task.grader.time_limit_s)
-    finally:
-        await sandbox.destroy()
+    bundle = GradeBundle(
+        changes=allowed.changes,
+        files={} if files else hidden,
+        args=pytest_arguments(files_of(expected)),
+        timeout_s=task.grader.time_limit_s,
+        image=image,
+        limits=limits,
+    )
+    graded = await graded_run(host, bundle)
+    if graded.refused:
+        run = TestRun(outcomes={}, messages={}, complete=False, ending=f"the changes cannot be applied: {graded.refused}")
+    else:
+        run = parse_answer(graded.answer, task.grader.time_limit_s)
     return report_of(run, expected)
 
 
@@ -131,14 +130,14 @@ def report_of(run: TestRun, expected: Sequence[str]) -> TestReport:
 # The test run
 
 
+def pytest_arguments(paths: Sequence[str]) -> tuple[str, ...]:
+    return ("-q", "-p", "no:cacheprovider", "--continue-on-collection-errors", *paths)
+
+
 async def run_pytest(sandbox: Sandbox, paths: Sequence[str], time_limit_s: float) -> TestRun:
     """One run of test files; without paths, of the whole suite."""
-    arguments = {
-        "args": ["-q", "-p", "no:cacheprovider", "--continue-on-collection-errors", *paths],
-        "timeout_s": time_limit_s,
-        "report": True,
-    }
-    answer = await sandbox.call("pytest", arguments, timeout_s=time_limit_s + _GRACE_S)
+    arguments = {"args": list(pytest_arguments(paths)), "timeout_s": time_limit_s, "report": True}
+    answer = await sandbox.call("pytest", arguments, timeout_s=time_limit_s + GRACE_S)
     return parse_answer(answer, time_limit_s)
 
 
@@ -212,22 +211,3 @@ def _reason(task: Task, change: Change, path: str, known: set[str]) -> Discard |
     if path not in known and top in _SHADOWING and not any(p.split("/")[0].removesuffix(".py") == top for p in known):
         return Discard.SHADOWS
     return None
-
-
-async def _apply(sandbox: Sandbox, changes: Sequence[Change], known: set[str]) -> None:
-    """Deletions first (also of what stands in the way of a new file), then the new contents."""
-    gone = [c.path for c in changes if c.data is None]
-    for change in changes:
-        if change.data is None:
-            continue
-        parts = change.path.split("/")
-        gone += [p for p in ("/".join(parts[:i]) for i in range(1, len(parts))) if p in known]
-        if any(p.startswith(change.path + "/") for p in known):
-            gone.append(change.path)
-    if gone:
-        result = await sandbox.exec(["rm", "-rf", "--", *dict.fromkeys(gone)], timeout_s=_GRACE_S)
-        if result.code != 0:
-            raise SandboxError(f"could not remove {gone[0]!r} in a grading sandbox: {result.output[:200]!r}")
-    for change in changes:
-        if change.data is not None:
-            await sandbox.write(change.path, change.data, mode=change.mode or 0o644)
