@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from etude.disk import flush
 from etude.errors import CheckpointError
 from etude.events import read_events
 from etude.protocols import TaskSource, Trainer
@@ -66,11 +67,11 @@ async def save(run: Path, step: int, *, lineage: int, seed: int, trainer: Traine
     path = tmp / "state.json"
     path.write_text(json.dumps(state))
     for each in (*tmp.rglob("*"), tmp):
-        _flush(each)
+        flush(each)
     if final.exists():
         shutil.rmtree(final)
     os.rename(tmp, final)
-    _flush(final.parent)
+    flush(final.parent)
     for old in _steps(run)[:-keep]:
         shutil.rmtree(run / "checkpoints" / f"step-{old}")
     return final
@@ -127,11 +128,3 @@ def _steps(run: Path) -> list[int]:
         return []
     names = (p.name.removeprefix("step-") for p in folder.iterdir() if p.name.startswith("step-"))
     return sorted(int(n) for n in names if n.isdigit())
-
-
-def _flush(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

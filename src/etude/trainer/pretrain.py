@@ -31,7 +31,6 @@ from torch import Tensor
 
 from etude.config import resolved
 from etude.errors import CheckpointError, UserError
-from etude.model.config import ModelConfig
 from etude.model.shelf import model_folder
 from etude.model.transformer import Decoder, rounded
 from etude.model.weights import from_config, load_model
@@ -50,15 +49,6 @@ from etude.trainer.ranks import Ranks, crew
 Progress = Callable[[dict[str, Any]], None]
 KEEP = 2
 """Checkpoints kept; older ones are removed after a newer one was committed."""
-NEWER: dict[str, Any] = {
-    "rope_scaling": None,
-    "latent": None,
-    "dense_layers": 0,
-    "route_groups": 1,
-    "route_groups_kept": 1,
-    "route_scale": 1.0,
-}
-"""Fields of ModelConfig that are younger than checkpoints in use, with the values that say nothing: so those still resume."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -287,7 +277,6 @@ class _Run:
         plain["phases"] = plain["phases"][: index + 1]
         for name in ("stop_tokens", "save_every", "device", "tokenizer", "licence", "save_dtype", "base", "held_out"):
             plain.pop(name)
-        plain["model"] = hashed_model(self.config.model)
         for phase in plain["phases"]:
             phase["data"] = self.data_hashes[phase["data"]]
         return content_hash(plain, self.start_hash, self.held_out_hash)
@@ -357,13 +346,6 @@ class _Run:
         self.saved = state["step"]
         self.step, self.tokens, self.flops, self.phase_tokens = (state[k] for k in ("step", "tokens", "flops", "phase_tokens"))
         self.curve = tuple(Point(**p) for p in state["curve"])
-
-
-def hashed_model(model: ModelConfig | None) -> dict[str, Any] | None:
-    """The model's fields as a checkpoint's config hash counts them: those of `NEWER` only where they say something."""
-    if model is None:
-        return None
-    return {name: value for name, value in resolved(model).items() if name not in NEWER or value != NEWER[name]}
 
 
 def _starting_model(config: PretrainConfig) -> Decoder:
