@@ -102,33 +102,34 @@ class Crowd:
         ids = rng.integers(8, vocab, int(rng.integers(1, 2 * PROMPT_TOKENS))).tolist()
         return GenerateRequest(id=f"other {number}", ids=ids, sampling=Sampling(max_tokens=int(rng.integers(1, 2 * answer)), seed=number))
 
-    async def through(self, engine: NativeEngine) -> list[Generation]:
-        """Waits for each wave before the next one starts, so that batches grow and shrink."""
+    async def wave_through(self, engine: NativeEngine, wave: list[tuple[int, GenerateRequest]]) -> list[Generation]:
+        """The samples of one wave. Waits for all of it, neighbours too, so that batches grow and shrink."""
 
         async def one(after: int, request: GenerateRequest) -> Generation:
             for _ in range(after):
                 await asyncio.sleep(0)
             return await engine.generate(request)
 
-        out = []
-        for wave in self.waves:
-            out += await asyncio.gather(*(one(after, request) for after, request in wave))
+        out = await asyncio.gather(*(one(after, request) for after, request in wave))
         return [g for g in out if g.id.startswith("sample")]
 
 
-async def ask(
-    found: Found, folder: Path, device: str, numerics: Numerics, dtype: str, config: EngineConfig, crowd: Crowd
-) -> list[Generation]:
-    model = load_model(folder, dtype=getattr(torch, dtype), device=device, numerics=numerics)
-    engine = NativeEngine(model, version=VERSION, config=config)
-    begin = time.perf_counter()
-    samples = await crowd.through(engine)
-    found.seconds += time.perf_counter() - begin
-    found.computed += (await engine.stats())["computed_tokens"]
-    await engine.close()
-    for sample in samples:
-        found.answers.add(tuple(sample.ids))
-        found.results.add(np.array(sample.ids).tobytes() + sample.logprob_t1_T.tobytes())
+async def ask(both: list[Found], folder: Path, device: str, dtype: str, config: EngineConfig, crowd: Crowd) -> list[list[Generation]]:
+    """The samples of each numerics. Wave by wave one after the other, so that a busy minute hits both."""
+    models = [load_model(folder, dtype=getattr(torch, dtype), device=device, numerics=n) for n in NUMERICS]
+    engines = [NativeEngine(model, version=VERSION, config=config) for model in models]
+    samples: list[list[Generation]] = [[] for _ in both]
+    for wave in crowd.waves:
+        for found, engine, mine in zip(both, engines, samples, strict=True):
+            begin = time.perf_counter()
+            mine += await crowd.wave_through(engine, wave)
+            found.seconds += time.perf_counter() - begin
+    for found, engine, mine in zip(both, engines, samples, strict=True):
+        found.computed += (await engine.stats())["computed_tokens"]
+        await engine.close()
+        for sample in mine:
+            found.answers.add(tuple(sample.ids))
+            found.results.add(np.array(sample.ids).tobytes() + sample.logprob_t1_T.tobytes())
     return samples
 
 
@@ -194,15 +195,15 @@ def model_folder(scratch: Path) -> Path:
 
 
 def measure(folder: Path, device: str, dtype: str, samples: int, answer: int, rows: int) -> list[Found]:
-    """Both numerics in one dtype; for each engine the two run one after the other, so that a busy minute hits both."""
+    """Both numerics in one dtype, on the same crowd in each engine."""
     both = [Found() for _ in NUMERICS]
     each = [samples // len(ENGINES) + (i < samples % len(ENGINES)) for i in range(len(ENGINES))]
     policies = [Policy(folder, RLConfig(numerics=n, compute_dtype=dtype, device=device)) for n in NUMERICS]  # type: ignore[arg-type]
     for seed, (config, count) in enumerate(zip(ENGINES, each, strict=True)):
         crowd = Crowd(count, answer, policies[0].model.config.vocab_size, seed)
-        for numerics, found, policy in zip(NUMERICS, both, policies, strict=True):
-            got = asyncio.run(ask(found, folder, device, numerics, dtype, config, crowd))
-            compare(found, policy, crowd.prompt, got, rows, seed)
+        got = asyncio.run(ask(both, folder, device, dtype, config, crowd))
+        for found, policy, samples_of in zip(both, policies, got, strict=True):
+            compare(found, policy, crowd.prompt, samples_of, rows, seed)
     return both
 
 

@@ -151,6 +151,11 @@ class PhaseConfig:
     lr: float = 3e-3
     schedule: ScheduleConfig = ScheduleConfig(kind="wsd", warmup=0.02, decay=0.3)
     optim: OptimConfig = OptimConfig(kind="muon", weight_decay=0.1)
+    trains: Literal["model", "heads", "all"] = "model"
+    """The model, its heads for further tokens on top of the model as it is, or both side by side. The heads' loss never moves the
+    model, so "all" trains the same model as "model"."""
+    head_loss: Literal["distil", "labels"] = "distil"
+    """What heads learn from: the model's own distribution (KL), since that is what accepts their drafts, or the text, for comparison."""
 
     def __post_init__(self) -> None:
         if min(self.tokens, self.length, self.batch_tokens) < 1:
@@ -168,6 +173,8 @@ class PretrainConfig:
     """Shape of a model to start from random weights; give this or `base`."""
     base: str = ""
     """Model to start from: a name (`etude model ls`) or a folder."""
+    add_heads: int = 0
+    """Heads for further tokens to give to a base that has none; a model from a [model] table has its `mtp_layers`."""
     tokenizer: str = ""
     """Folder whose tokenizer files go into every checkpoint; the base's own when empty."""
     held_out: str = ""
@@ -198,6 +205,8 @@ class PretrainConfig:
     def __post_init__(self) -> None:
         if self.processes < 1 or (self.processes > 1 and self.device != "cpu"):
             raise ConfigError(f"processes = {self.processes} with device = {self.device!r}; several processes share a step on CPU only")
+        if self.add_heads < 0 or (self.add_heads and not self.base):
+            raise ConfigError(f"add_heads = {self.add_heads}; it adds heads to a base, a [model] table sets mtp_layers instead")
         if not self.phases:
             raise ConfigError("a pretraining needs at least one [[phases]] table")
         if (self.model is None) == (not self.base):

@@ -21,7 +21,7 @@ from torch.utils.checkpoint import checkpoint
 from etude.errors import EtudeError
 from etude.model.cache import PagedCache, Plan, blocks_for
 from etude.model.config import RouteFilter
-from etude.model.transformer import Decoder
+from etude.model.transformer import Decoder, Output
 from etude.records import Batch
 from etude.trainer.config import RLConfig
 from etude.trainer.objectives import TokenInputs, k1_reward, objective
@@ -69,25 +69,47 @@ def targets(batch: Batch) -> np.ndarray:
     return np.flatnonzero((batch.rl_weight_N != 0) | (batch.hint_weight_N != 0) | (batch.ce_weight_N != 0))
 
 
-def score(
-    model: Decoder, batch: Batch, where_M: np.ndarray, *, replay: RouteFilter | None = None, exact: bool = True, block_size: int = 16
-) -> Scores:
-    """Forward over a row; log-probs of the tokens at `where_M` given what stands before them in their sequence.
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Ran:
+    """A row that went through the model: what came out, and what its heads need to go on."""
 
-    With `replay` the row's recorded routes that pass that filter are used; tokens without a record are routed freely.
-    `exact` takes the engine's own operations from logits to log-probs. Pretraining has no engine to agree with: without it the
-    softmax is fused and float32 (8,192 rows of 1,024 logits: 0.02 s instead of 0.3 s on one core).
-    """
+    ids_N: Tensor
+    plan: Plan
+    cache: PagedCache
+    output: Output
+
+
+def run_row(model: Decoder, batch: Batch, *, replay: RouteFilter | None = None, block_size: int = 16, heads: bool = False) -> Ran:
+    """Forward over a row. With `replay` the row's recorded routes that pass that filter are used; tokens without a record are routed
+    freely. `heads` makes room in the cache for the model's heads."""
     parameter = next(model.parameters())
     device = parameter.device
     lengths = [end - start for start, end in batch.bounds]
     ids_N = torch.tensor(batch.ids_N.astype(np.int64), device=device)
     routes_NLK = torch.tensor(batch.routes_NLK, device=device) if replay and batch.routes_NLK is not None else None
     route_filter = replay or RouteFilter()
-    cache = PagedCache(model.config, blocks_for(lengths, block_size), block_size, parameter.dtype, device, functional=True)
-    output = model(ids_N, Plan.packed(lengths, block_size, device), cache, routes_NLK=routes_NLK, route_filter=route_filter)
-    index_M = torch.tensor(where_M, device=device)
-    logp_M, entropy_M = log_probs(model, output.hidden_ND.index_select(0, index_M - 1), ids_N[index_M], exact=exact)
+    plan = Plan.packed(lengths, block_size, device)
+    cache = PagedCache(model.config, blocks_for(lengths, block_size), block_size, parameter.dtype, device, functional=True, heads=heads)
+    return Ran(ids_N=ids_N, plan=plan, cache=cache, output=model(ids_N, plan, cache, routes_NLK=routes_NLK, route_filter=route_filter))
+
+
+def score(
+    model: Decoder, batch: Batch, where_M: np.ndarray, *, replay: RouteFilter | None = None, exact: bool = True, block_size: int = 16
+) -> Scores:
+    """Forward over a row; log-probs of the tokens at `where_M` given what stands before them in their sequence. See `run_row` and
+    `score_ran`."""
+    return score_ran(model, run_row(model, batch, replay=replay, block_size=block_size), where_M, exact=exact)
+
+
+def score_ran(model: Decoder, ran: Ran, where_M: np.ndarray, *, exact: bool = True) -> Scores:
+    """What a row that went through the model says about the tokens at `where_M`.
+
+    `exact` takes the engine's own operations from logits to log-probs. Pretraining has no engine to agree with: without it the
+    softmax is fused and float32 (8,192 rows of 1,024 logits: 0.02 s instead of 0.3 s on one core).
+    """
+    index_M = torch.tensor(where_M, device=ran.ids_N.device)
+    output = ran.output
+    logp_M, entropy_M = log_probs(model, output.hidden_ND.index_select(0, index_M - 1), ran.ids_N[index_M], exact=exact)
     return Scores(
         logp_M=logp_M,
         entropy_M=entropy_M,

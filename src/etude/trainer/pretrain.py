@@ -5,6 +5,8 @@ tokens) and the experts' load-balancing loss, and moves the weights with the pha
 documents is recorded against the operations spent, and a line is fitted to it over log compute (Composer 2 report, section 3.1:
 it falls log-linearly).
 
+A phase may train the model, the heads that predict further tokens on top of it (mtp.py), or both side by side.
+
 Invariants: everything follows from the config and the seed; a run that is killed and resumed from its last checkpoint gives the
 same weights, bit for bit, as one that was not; a checkpoint exists under its final name only when it is whole; a loss or
 gradient that is not finite stops the run before any weight changes. Optimizer state is carried into the next phase when both use the
@@ -16,8 +18,8 @@ Folder layout: <out>/checkpoints/step-N/{model/, optim/} and <out>/curve.json.
 from __future__ import annotations
 
 import contextlib
-import functools
 import json
+import math
 import shutil
 import time
 from collections.abc import Callable
@@ -31,8 +33,10 @@ from torch import Tensor
 
 from etude.config import resolved
 from etude.errors import CheckpointError, UserError
+from etude.model.config import ModelConfig
+from etude.model.families import PREFIX
 from etude.model.shelf import model_folder
-from etude.model.transformer import Decoder, rounded
+from etude.model.transformer import KEPT, Decoder, rounded
 from etude.model.weights import from_config, load_model
 from etude.optim.build import Optimizer, build_optimizer, clip_gradients
 from etude.optim.schedules import factor
@@ -42,8 +46,9 @@ from etude.trainer import provenance
 from etude.trainer.checkpoint import read_state, restore_tensors, save_checkpoint
 from etude.trainer.config import PhaseConfig, PretrainConfig
 from etude.trainer.documents import Documents, Rows, rows_of
-from etude.trainer.flops import TRAIN_FACTOR, forward_flops
-from etude.trainer.losses import ce_loss, load_entropy, require_finite, score, targets
+from etude.trainer.flops import TRAIN_FACTOR, forward_flops, head_flops
+from etude.trainer.losses import ce_loss, load_entropy, require_finite, run_row, score, score_ran, targets
+from etude.trainer.mtp import acceptance, head_loss
 from etude.trainer.ranks import Ranks, crew
 
 Progress = Callable[[dict[str, Any]], None]
@@ -61,6 +66,8 @@ class Point:
     flops: float
     loss: float
     """Nats per predicted token."""
+    accept: tuple[float, ...] = ()
+    """Share of each head's drafts that speculative sampling would accept; of phases that train heads."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -126,7 +133,8 @@ class _Run:
         self.data_hashes = {path: documents.content_hash() for path, documents in self.documents.items()}
         self.held_out, self.held_out_hash = self._held_out_rows()
         self.base = provenance.read(model_folder(config.base)) if config.base else provenance.Provenance()
-        self.start_hash = weights_hash(self.params) if config.base else ""
+        given = {n: p for n, p in self.params.items() if not (config.add_heads and n.startswith(PREFIX))}
+        self.start_hash = weights_hash(given) if config.base else ""
         self.step, self.tokens, self.flops = 0, 0, 0.0
         self.saved = -1
         self.curve: tuple[Point, ...] = ()
@@ -138,8 +146,11 @@ class _Run:
         """Begin phase `index`; the state of the optimizer `before` it is carried over when its kind stays."""
         phase = self.config.phases[index]
         self.index, self.phase_tokens = index, 0
-        self.optimizer = build_optimizer(self.model, phase.optim)
-        if before is not None and before.kind == self.optimizer.kind:
+        self.trained = _trained(self.params, phase)
+        for name, param in self.params.items():
+            param.requires_grad_(name in self.trained and not name.endswith(KEPT))
+        self.optimizer = build_optimizer(self.model, phase.optim, self.trained)
+        if before is not None and before.kind == self.optimizer.kind and before.params.keys() == self.trained.keys():
             self.optimizer.load_state_dict(before.state_dict())
         self.rows = Rows(
             self.documents[phase.data],
@@ -178,20 +189,24 @@ class _Run:
         tokens = sum(len(row.ids_N) for row in rows)
         where = f"phase {phase.name!r}, step {self.step + 1}"
         try:
-            loss, balance, load_LE = self._gradients(rows, tokens)
-            norm = clip_gradients(self.params, phase.optim.clip_norm)
+            loss, head, balance, load_LE = self._gradients(rows, tokens)
+            norms = [clip_gradients(part, phase.optim.clip_norm) for part in _parts(self.trained)]
+            norm = math.hypot(*norms)
             require_finite("the loss", loss, where)
             require_finite("the gradient norm", norm, where)
             lr = phase.lr * factor(phase.schedule, self.phase_tokens + tokens / 2, phase.tokens)
             self.optimizer.step(lr)
         finally:
-            self.optimizer.zero_grad()
+            for param in self.params.values():
+                param.grad = None
         self.step += 1
         self.tokens += tokens
         self.phase_tokens += tokens
-        self.flops += TRAIN_FACTOR * _forward_flops(self.model, rows)
+        self.flops += _step_flops(self.model.config, rows, phase)
         line: dict[str, Any] = {"phase": phase.name, "step": self.step, "tokens": self.tokens, "phase_tokens": self.phase_tokens}
         line |= {"phase_budget": phase.tokens, "loss": loss, "lr": lr, "grad_norm": norm, "flops": self.flops}
+        if phase.trains != "model":
+            line["head_loss"] = head
         if load_LE is not None:
             line |= {"balance": balance, "load_entropy": load_entropy(load_LE)}
         if self.step % self.config.eval_every == 0:
@@ -201,18 +216,26 @@ class _Run:
         if self.step % self.config.save_every == 0:
             self.save()
 
-    def _gradients(self, rows: list[Batch], tokens: int) -> tuple[float, float, Tensor | None]:
-        """Backward over all rows; (cross-entropy, balance, load). One device synchronisation for the whole step."""
+    def _gradients(self, rows: list[Batch], tokens: int) -> tuple[float, float, float, Tensor | None]:
+        """Backward over all rows; (cross-entropy, heads' loss, balance, load). One device synchronisation for the whole step."""
+        phase = self.config.phases[self.index]
         weight = self.model.config.balance_weight if self.model.config.moe else 0.0
         device = self.config.device
-        loss_sum, balance_sum = torch.zeros((), device=device), torch.zeros((), device=device)
+        loss_sum, head_sum, balance_sum = (torch.zeros((), device=device) for _ in range(3))
         load_LE: Tensor | None = None
         for row in self.ranks.share(rows):
             where_M = targets(row)
             with self._precision():
-                scores = score(self.forward, row, where_M, exact=False)
+                with torch.set_grad_enabled(phase.trains != "heads"):
+                    ran = run_row(self.forward, row, heads=phase.trains != "model")
+                    scores = score_ran(self.forward, ran, where_M, exact=False)
+                head = head_loss(self.model, ran, row, phase.head_loss) if phase.trains != "model" else None
             loss, balance = ce_loss(scores, row, where_M), scores.balance * (len(row.ids_N) / tokens)
-            (loss + weight * balance if weight else loss).backward()
+            if phase.trains != "heads":
+                (loss + weight * balance if weight else loss).backward()
+            if head is not None:
+                head.backward()
+                head_sum += head.detach()
             loss_sum += loss.detach()
             balance_sum += balance.detach()
             if scores.load_LE is not None:
@@ -223,8 +246,8 @@ class _Run:
             for p in self.params.values():
                 p.grad = torch.zeros_like(p) if p.grad is None else p.grad
             grads = [p.grad for p in self.params.values() if p.grad is not None]
-            self.ranks.sum_([*grads, loss_sum, balance_sum, *([] if load_LE is None else [load_LE])])
-        return loss_sum.item(), balance_sum.item(), load_LE
+            self.ranks.sum_([*grads, loss_sum, head_sum, balance_sum, *([] if load_LE is None else [load_LE])])
+        return loss_sum.item(), head_sum.item(), balance_sum.item(), load_LE
 
     def _precision(self) -> contextlib.AbstractContextManager[Any]:
         if self.config.precision == "float32":
@@ -258,7 +281,9 @@ class _Run:
             total += ce_loss(scores, row, where_M).item()
         self.ranks.sum_([total])
         loss = total.item()
-        self.curve = (*self.curve, Point(phase=phase.name, step=self.step, tokens=self.tokens, flops=self.flops, loss=loss))
+        accept = tuple(a.sampled for a in acceptance(self.model, self.held_out)) if phase.trains != "model" else ()
+        point = Point(phase=phase.name, step=self.step, tokens=self.tokens, flops=self.flops, loss=loss, accept=accept)
+        self.curve = (*self.curve, point)
         return loss
 
     def _write_curve(self) -> None:
@@ -345,12 +370,15 @@ class _Run:
         self.rows.restore(state["rows"])
         self.saved = state["step"]
         self.step, self.tokens, self.flops, self.phase_tokens = (state[k] for k in ("step", "tokens", "flops", "phase_tokens"))
-        self.curve = tuple(Point(**p) for p in state["curve"])
+        self.curve = tuple(Point(**{**p, "accept": tuple(p["accept"])}) for p in state["curve"])
 
 
 def _starting_model(config: PretrainConfig) -> Decoder:
     if config.base:
-        return load_model(model_folder(config.base), dtype=torch.float32, device=config.device)
+        model = load_model(model_folder(config.base), dtype=torch.float32, device=config.device)
+        if config.add_heads:
+            model.add_heads(config.add_heads, seed_for(config.seed, "heads"))
+        return model
     assert config.model is not None
     return from_config(config.model, seed=seed_for(config.seed, "init"), dtype=torch.float32, device=config.device)
 
@@ -372,6 +400,22 @@ def _documents(path: str, model: Decoder, length: int) -> Documents:
     return documents
 
 
-def _forward_flops(model: Decoder, rows: list[Batch]) -> float:
-    count = functools.partial(forward_flops, model.config)
-    return sum(count(end - start) for row in rows for start, end in row.bounds)
+def _trained(params: dict[str, Tensor], phase: PhaseConfig) -> dict[str, Tensor]:
+    """What the phase's optimizer moves."""
+    parts = {"model": (False,), "heads": (True,), "all": (False, True)}[phase.trains]
+    found = {n: p for n, p in params.items() if n.startswith(PREFIX) in parts}
+    if True in parts and not any(n.startswith(PREFIX) for n in found):
+        raise UserError(f"phase {phase.name!r} trains heads and the model has none; set add_heads, or mtp_layers of [model]")
+    return found
+
+
+def _parts(trained: dict[str, Tensor]) -> list[dict[str, Tensor]]:
+    """The model's tensors and the heads': clipped apart, so that heads trained beside a model do not shorten its steps."""
+    heads = {n: p for n, p in trained.items() if n.startswith(PREFIX)}
+    return [{n: p for n, p in trained.items() if n not in heads}, heads]
+
+
+def _step_flops(config: ModelConfig, rows: list[Batch], phase: PhaseConfig) -> float:
+    lengths = [end - start for row in rows for start, end in row.bounds]
+    model = sum(forward_flops(config, n) for n in lengths) * (1 if phase.trains == "heads" else TRAIN_FACTOR)
+    return model + (TRAIN_FACTOR * sum(head_flops(config, n) for n in lengths) if phase.trains != "model" else 0.0)
