@@ -12,7 +12,7 @@ import torch
 
 from etude.config import load
 from etude.errors import CheckpointError, ConfigError, UserError
-from etude.model.weights import load_model, read_config
+from etude.model.weights import from_config, load_model, read_config, save_model
 from etude.optim.config import OptimConfig
 from etude.optim.schedules import ScheduleConfig
 from etude.trainer.config import PhaseConfig, PretrainConfig
@@ -72,6 +72,36 @@ def test_three_phases_lower_the_held_out_loss(make, data, tmp_path, kind):
     origin = json.loads((result.model / "provenance.json").read_text())
     assert origin["share_ours"] == 1.0
     assert origin["stages"][0]["flops"] == result.flops > 0
+
+
+def test_the_bias_of_sigmoid_routers_evens_out_the_load(make, data, tmp_path):
+    """A start at which one expert of each group gets nearly everything; without the bias it stays so, since nothing else pays for it."""
+    shape = dataclasses.replace(make.shapes["latent"], balance_weight=0.0, route_groups=1, route_groups_kept=1, experts_per_token=1)
+    start = from_config(shape, seed=0)
+    start.get_parameter("layers.1.mlp.gate.e_score_correction_bias").data.copy_(torch.tensor([0.3, 0.1, 0.1, 0.0]))
+    save_model(start, tmp_path / "start", dtype=torch.float32)
+
+    def loads(speed):
+        lines = []
+        phase = PhaseConfig(name="bulk", data=str(data / "train.npz"), tokens=14 * 512, length=64, batch_tokens=512, lr=1e-4)
+        config = PretrainConfig(phases=(phase,), base=str(tmp_path / "start"), row_tokens=256, router_bias_speed=speed)
+        pretrain(config, tmp_path / f"{speed}", progress=lines.append)
+        return [line["load_entropy"] for line in lines]
+
+    still, moved = loads(0.0), loads(0.03)
+    assert max(still) < 0.3
+    assert moved[0] == still[0]
+    assert max(moved) > 0.6
+
+
+def test_the_step_of_a_bias_is_a_sign(make):
+    model = make.tiny("latent")
+    bias_E = model.get_parameter("layers.1.mlp.gate.e_score_correction_bias")
+    before = bias_E.detach().clone()
+    model.even_out(torch.tensor([[10, 2, 4, 0]]), 0.5)
+    assert torch.equal(bias_E, before + torch.tensor([-0.5, 0.5, 0.0, 0.5]))
+    with pytest.raises(ConfigError, match="router_bias_speed is 2"):
+        PretrainConfig(phases=(PhaseConfig(name="a", data="x", tokens=1, length=2),), base="nano", router_bias_speed=2)
 
 
 def test_the_seed_decides_everything(make, data, tmp_path):

@@ -139,6 +139,15 @@ class Decoder(nn.Module):
         rows = padded_rows(m, invariant=invariant, device=hidden_MD.device)
         return matmul(pad_rows(hidden_MD, rows), weight, invariant=invariant)[:m].float()
 
+    @torch.no_grad()
+    def even_out(self, load_LE: Tensor, speed: float) -> None:
+        """Move the bias that a sigmoid router chooses with: down by `speed` where an expert got more tokens than the mean, up where it
+        got fewer (arXiv 2408.15664). No gradient does that, so it disturbs none; the heads' routers keep theirs."""
+        for load_E, block in zip(load_LE, list(self.layers)[self.config.dense_layers :], strict=True):
+            bias_E = block.get_parameter("mlp.gate.e_score_correction_bias")
+            load_E = load_E.to(bias_E.dtype)
+            bias_E.add_(torch.sign(load_E.mean() - load_E), alpha=speed)
+
     def _check(self, ids_N: Tensor, plan: Plan) -> None:
         assert ids_N.shape == plan.positions_N.shape, "one id per planned token"
         longest = max(plan.lengths_S)

@@ -24,7 +24,7 @@ from etude.records import Group, Task, from_dict, to_dict
 from etude.rollout.shards import read_groups, write_groups
 from etude.rollout.slots import Slots
 
-FORMAT = 1
+FORMAT = 2
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,13 +35,14 @@ class RunState:
     lineage: int
     next_admission: int
     trained: int
+    dropped: int
     again: list[tuple[int, Task]]
     ready: list[Group]
     curriculum: dict[str, Any]
     seed: int
 
     def restore(self, slots: Slots, tasks: TaskSource) -> None:
-        slots.restore(self.next_admission, self.trained, self.again, self.ready)
+        slots.restore(self.next_admission, self.trained, self.dropped, self.again, self.ready)
         tasks.restore(self.curriculum)
 
 
@@ -61,6 +62,7 @@ async def save(run: Path, step: int, *, lineage: int, seed: int, trainer: Traine
         "seed": seed,
         "next_admission": counters["next"],
         "trained": counters["trained"],
+        "dropped": counters["dropped"],
         "again": [[admission, to_dict(task)] for admission, task in counters["rolling"]],
         "curriculum": tasks.state(),
     }
@@ -114,6 +116,7 @@ def read(folder: Path) -> RunState:
             seed=state["seed"],
             next_admission=state["next_admission"],
             trained=state["trained"],
+            dropped=state["dropped"],
             again=[(admission, from_dict(task, Task)) for admission, task in state["again"]],
             ready=read_groups(folder / "groups"),
             curriculum=state["curriculum"],

@@ -78,7 +78,7 @@ class RLConfig:
     """Rollouts that ran out of tokens or context: trained on like any other, or (ablation) left out of the loss."""
     silent: Literal["count", "drop"] = "count"
     """Groups whose rewards are all equal: counted in the normaliser (they are evidence of no preference), or left out of the step
-    altogether, KL included (DAPO's dynamic sampling without the refill, which needs other slots; see docs/corrections.md)."""
+    altogether, KL included (half of DAPO's dynamic sampling; the other half, further groups in their place, is `loop.refill`)."""
     normaliser: Literal["constant", "length", "tokens"] = "constant"
     """What a token's loss is divided by: C * rollouts (Dr. GRPO, arXiv 2503.20783: no length bias), rollouts * the rollout's own
     sampled tokens (GRPO, arXiv 2402.03300), or the sampled tokens of the step (DAPO, arXiv 2503.14476)."""
@@ -189,6 +189,8 @@ class PretrainConfig:
     """End the run after this many tokens in total, whatever the phases say; 0: no such limit."""
     row_tokens: int = 4096
     """Tokens of one forward; raise it on a GPU."""
+    router_bias_speed: float = 1e-3
+    """Sigmoid routers: how far each expert's bias moves after a step, towards an even load (DeepSeek-V3's value). 0 holds it still."""
     precision: Literal["float32", "bfloat16"] = "float32"
     """bfloat16 runs the forward under autocast; weights and optimizer stay float32."""
     save_dtype: DType = "bfloat16"
@@ -205,6 +207,8 @@ class PretrainConfig:
     def __post_init__(self) -> None:
         if self.processes < 1 or (self.processes > 1 and self.device != "cpu"):
             raise ConfigError(f"processes = {self.processes} with device = {self.device!r}; several processes share a step on CPU only")
+        if not 0 <= self.router_bias_speed < 1:
+            raise ConfigError(f"router_bias_speed is {self.router_bias_speed}; gates lie between 0 and 1, and so should it: 0.001 is usual")
         if self.add_heads < 0 or (self.add_heads and not self.base):
             raise ConfigError(f"add_heads = {self.add_heads}; it adds heads to a base, a [model] table sets mtp_layers instead")
         if not self.phases:

@@ -196,6 +196,8 @@ class _Run:
             require_finite("the gradient norm", norm, where)
             lr = phase.lr * factor(phase.schedule, self.phase_tokens + tokens / 2, phase.tokens)
             self.optimizer.step(lr)
+            if load_LE is not None and self.model.config.sigmoid_router and phase.trains != "heads":
+                self.model.even_out(load_LE, self.config.router_bias_speed)
         finally:
             for param in self.params.values():
                 param.grad = None
