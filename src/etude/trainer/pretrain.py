@@ -47,7 +47,7 @@ from etude.trainer.checkpoint import read_state, restore_tensors, save_checkpoin
 from etude.trainer.config import PhaseConfig, PretrainConfig
 from etude.trainer.documents import Documents, Rows, rows_of
 from etude.trainer.flops import TRAIN_FACTOR, forward_flops, head_flops
-from etude.trainer.losses import ce_loss, load_entropy, require_finite, run_row, score, score_ran, targets
+from etude.trainer.losses import ce_loss, load_entropy, require_finite, run_row
 from etude.trainer.mtp import acceptance, head_loss
 from etude.trainer.ranks import Ranks, crew
 
@@ -226,13 +226,12 @@ class _Run:
         loss_sum, head_sum, balance_sum = (torch.zeros((), device=device) for _ in range(3))
         load_LE: Tensor | None = None
         for row in self.ranks.share(rows):
-            where_M = targets(row)
             with self._precision():
                 with torch.set_grad_enabled(phase.trains != "heads"):
                     ran = run_row(self.forward, row, heads=phase.trains != "model")
-                    scores = score_ran(self.forward, ran, where_M, exact=False)
+                    loss = ce_loss(self.model, ran, row)
                 head = head_loss(self.model, ran, row, phase.head_loss) if phase.trains != "model" else None
-            loss, balance = ce_loss(scores, row, where_M), scores.balance * (len(row.ids_N) / tokens)
+            balance = ran.output.balance * (len(row.ids_N) / tokens)
             if phase.trains != "heads":
                 (loss + weight * balance if weight else loss).backward()
             if head is not None:
@@ -240,8 +239,8 @@ class _Run:
                 head_sum += head.detach()
             loss_sum += loss.detach()
             balance_sum += balance.detach()
-            if scores.load_LE is not None:
-                load_LE = scores.load_LE if load_LE is None else load_LE + scores.load_LE
+            if ran.output.load_LE is not None:
+                load_LE = ran.output.load_LE if load_LE is None else load_LE + ran.output.load_LE
         if load_LE is None and self.model.config.moe:
             load_LE = torch.zeros(self.model.config.moe_layers, self.model.config.experts, dtype=torch.int64, device=device)
         if self.ranks.count > 1:
@@ -277,10 +276,8 @@ class _Run:
             return self.curve[-1].loss
         total = torch.zeros((), dtype=torch.float64)
         for row in self.ranks.share(self.held_out):
-            where_M = targets(row)
             with self._precision():
-                scores = score(self.forward, row, where_M, exact=False)
-            total += ce_loss(scores, row, where_M).item()
+                total += ce_loss(self.model, run_row(self.forward, row), row).item()
         self.ranks.sum_([total])
         loss = total.item()
         accept = tuple(a.sampled for a in acceptance(self.model, self.held_out)) if phase.trains != "model" else ()
