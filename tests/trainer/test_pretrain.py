@@ -12,6 +12,7 @@ import torch
 
 from etude.config import load
 from etude.errors import CheckpointError, ConfigError, UserError
+from etude.model.config import RopeScaling
 from etude.model.weights import from_config, load_model, read_config, save_model
 from etude.optim.config import OptimConfig
 from etude.optim.schedules import ScheduleConfig
@@ -250,6 +251,49 @@ optim = {{ kind = "adamw" }}
     config = load(PretrainConfig, path, ["row_tokens=128"])
     assert [p.optim.kind for p in config.phases] == ["muon", "adamw"]
     assert config.row_tokens == 128
+
+
+def long_phases(data, **changes):
+    """The context doubles in the second phase, with slower waves; the model allows no more than the first one needs."""
+    shared = {"data": str(data / "train.npz"), "probe": str(data / "held.npz"), "batch_tokens": 512, "lr": 1e-2}
+    return (
+        PhaseConfig(name="bulk", tokens=3 * 512, length=32, **shared),
+        PhaseConfig(name="long", tokens=3 * 512, length=64, **{**shared, "rope_theta": 40_000.0, "max_positions": 64, **changes}),
+        PhaseConfig(name="sft", tokens=2 * 512, length=32, **{**shared, "probe": ""}),
+    )
+
+
+@pytest.mark.parametrize("kind", ["dense", "latent"])
+def test_a_phase_of_longer_contexts_turns_slower_and_every_probe_is_read_after_every_phase(make, data, tmp_path, kind):
+    shape = dataclasses.replace(make.shapes[kind], max_positions=32)
+    scaling = RopeScaling(kind="yarn", factor=2.0, original_positions=32, mscale_all_dim=1.0)
+    config = config_of(make, data, phases=long_phases(data, rope_scaling=scaling), model=shape, row_tokens=128)
+    result = pretrain(config, tmp_path / "whole")
+    expected = dataclasses.replace(shape, rope_theta=40_000.0, max_positions=64, rope_scaling=scaling)
+    assert read_config(result.model) == expected
+    read = [(p.after, p.probe) for p in result.probes]
+    assert read == [("", "bulk"), ("bulk", "bulk"), ("long", "bulk"), ("long", "long"), ("sft", "bulk"), ("sft", "long")]
+    assert result.probes[-2].loss < result.probes[0].loss
+    points = json.loads((tmp_path / "whole" / "curve.json").read_text())
+    assert [(p["after"], p["probe"]) for p in points["probes"]] == read
+
+    class Killed(Exception):
+        pass
+
+    def watch(line):
+        if line["step"] == 5:
+            raise Killed
+
+    with pytest.raises(Killed):
+        pretrain(dataclasses.replace(config, save_every=2), tmp_path / "cut", progress=watch)
+    again = pretrain(dataclasses.replace(config, save_every=2), tmp_path / "cut")
+    assert (again.weights, again.probes) == (result.weights, result.probes)
+
+
+def test_a_phase_beyond_the_models_context_says_what_to_set(make, data, tmp_path):
+    shape = dataclasses.replace(make.shapes["dense"], max_positions=32)
+    with pytest.raises(UserError, match=r"phase 'long' has length 64, which exceeds the model's max_positions = 32; set the phase's"):
+        pretrain(config_of(make, data, phases=long_phases(data, max_positions=0), model=shape), tmp_path)
 
 
 def test_log_compute_fit_recovers_a_line():

@@ -27,10 +27,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from etude.errors import UserError
-from etude.model.attention import Layout
+from etude.model.attention import CachedAttention, Layout
 from etude.model.block import Block
 from etude.model.cache import PagedCache, Plan
-from etude.model.config import ModelConfig, Numerics, RouteFilter
+from etude.model.config import ModelConfig, Numerics, RopeScaling, RouteFilter
 from etude.model.families import PREFIX
 from etude.model.linear import Linear, RMSNorm, matmul, pad_rows, padded_rows
 from etude.model.moe import Replay, Routing, balance
@@ -194,6 +194,19 @@ class Decoder(nn.Module):
         norms 1, biases 0. numpy's generator, whose stream is the same on every machine.
         """
         self._init(self.named_parameters(), seed)
+
+    def rescale(self, *, rope_theta: float = 0.0, rope_scaling: RopeScaling | None = None, max_positions: int = 0) -> None:
+        """Turn queries and keys by other angles from now on, and allow longer contexts; what is not given stays."""
+        self.config = dataclasses.replace(
+            self.config,
+            rope_theta=rope_theta or self.config.rope_theta,
+            rope_scaling=rope_scaling or self.config.rope_scaling,
+            max_positions=max_positions or self.config.max_positions,
+        )
+        self._rope = Rope(self.config.rope_dim, self.config.rope_theta, self.config.rope_scaling)
+        for module in self.modules():
+            if isinstance(module, CachedAttention):
+                module.scale = self.config.attention_scale
 
     def add_heads(self, count: int, seed: int) -> None:
         """Give a model without heads `count` of them, with weights from the seed, in its type and on its device."""

@@ -11,7 +11,7 @@ from typing import Literal
 
 from etude.config import config, live
 from etude.errors import ConfigError
-from etude.model.config import ModelConfig, Numerics, RouteFilter, RouteRule
+from etude.model.config import ModelConfig, Numerics, RopeScaling, RouteFilter, RouteRule
 from etude.optim.config import OptimConfig
 from etude.optim.schedules import ScheduleConfig
 
@@ -156,12 +156,24 @@ class PhaseConfig:
     model, so "all" trains the same model as "model"."""
     head_loss: Literal["distil", "labels"] = "distil"
     """What heads learn from: the model's own distribution (KL), since that is what accepts their drafts, or the text, for comparison."""
+    rope_theta: float = 0.0
+    """Base of the rotary embedding from this phase on; 0 keeps it. A phase of longer contexts needs slower waves: about theta times the
+    growth of the context, or a `rope_scaling`."""
+    rope_scaling: RopeScaling | None = None
+    """How rotary frequencies are stretched from this phase on; none keeps what was."""
+    max_positions: int = 0
+    """Longest context of the model from this phase on; 0 keeps it."""
+    probe: str = ""
+    """Document shards that show what this phase is for, never trained on. All phases' probes are read at the start of the run and at the
+    end of every phase, each at its own phase's length: `probes` of curve.json says what a phase taught and what it cost the others."""
 
     def __post_init__(self) -> None:
         if min(self.tokens, self.length, self.batch_tokens) < 1:
             raise ConfigError(f"phase {self.name!r}: tokens, length and batch_tokens must be positive")
         if self.length < 2:
             raise ConfigError(f"phase {self.name!r}: length is {self.length}; predicting a token needs at least 2")
+        if self.rope_theta < 0 or self.max_positions < 0:
+            raise ConfigError(f"phase {self.name!r}: rope_theta and max_positions must not be negative (0 keeps what was)")
 
 
 @config

@@ -195,6 +195,8 @@ def rl_loss(scores: Scores, batch: Batch, where_M: np.ndarray, reference_M: Tens
 def ce_loss(model: Decoder, ran: Ran, batch: Batch, *, at_once: int = CE_LOGITS_AT_ONCE) -> Tensor:
     """The `ce` stream's loss of a row, summed: -sum_t w_t log pi(x_t | x_<t)."""
     where_M = np.flatnonzero(batch.ce_weight_N)
+    if not len(where_M):
+        return ran.output.hidden_ND.sum() * 0.0
     index_M = torch.tensor(where_M, device=ran.ids_N.device)
     weight_M = torch.tensor(batch.ce_weight_N[where_M], dtype=torch.float32, device=ran.ids_N.device)
     head_VD = model.embed_tokens.weight if model.lm_head is None else model.lm_head.weight

@@ -71,6 +71,17 @@ class Point:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Probe:
+    """One phase's probe, read at the end of some phase."""
+
+    after: str
+    """Phase that had just ended; empty at the start of the run."""
+    probe: str
+    """Phase it belongs to."""
+    loss: float
+
+
+@dataclass(frozen=True, kw_only=True)
 class PretrainResult:
     model: Path
     """Hugging Face folder of the last checkpoint."""
@@ -78,6 +89,7 @@ class PretrainResult:
     tokens: int
     flops: float
     curve: tuple[Point, ...]
+    probes: tuple[Probe, ...]
     weights: str
     """Content hash of the weights as saved."""
 
@@ -132,12 +144,14 @@ class _Run:
         self.documents = _all_documents(config, self.model)
         self.data_hashes = {path: documents.content_hash() for path, documents in self.documents.items()}
         self.held_out, self.held_out_hash = self._held_out_rows()
+        self.probe_rows = {p.name: self._rows_to_read(p.probe, p.length)[0] for p in config.phases if p.probe}
         self.base = provenance.read(model_folder(config.base)) if config.base else provenance.Provenance()
         given = {n: p for n, p in self.params.items() if not (config.add_heads and n.startswith(PREFIX))}
         self.start_hash = weights_hash(given) if config.base else ""
         self.step, self.tokens, self.flops = 0, 0, 0.0
         self.saved = -1
         self.curve: tuple[Point, ...] = ()
+        self.probes: tuple[Probe, ...] = ()
         self._enter(0, None)
 
     # -- phases -----------------------------------------------------------------------------------------
@@ -146,6 +160,8 @@ class _Run:
         """Begin phase `index`; the state of the optimizer `before` it is carried over when its kind stays."""
         phase = self.config.phases[index]
         self.index, self.phase_tokens = index, 0
+        for begun in self.config.phases[: index + 1]:
+            self.model.rescale(rope_theta=begun.rope_theta, rope_scaling=begun.rope_scaling, max_positions=begun.max_positions)
         self.trained = _trained(self.params, phase)
         for name, param in self.params.items():
             param.requires_grad_(name in self.trained and not name.endswith(KEPT))
@@ -164,16 +180,26 @@ class _Run:
         self._write_curve()
         weights = read_state(folder)["weights"]
         return PretrainResult(
-            model=folder / "model", steps=self.step, tokens=self.tokens, flops=self.flops, curve=self.curve, weights=weights
+            model=folder / "model",
+            steps=self.step,
+            tokens=self.tokens,
+            flops=self.flops,
+            curve=self.curve,
+            probes=self.probes,
+            weights=weights,
         )
 
     def train(self) -> Path:
         """All that is left of the phases; returns the last checkpoint. What a rank other than 0 runs."""
+        if not self.step:
+            self._probe("")
         while True:
             phase = self.config.phases[self.index]
             while self.phase_tokens < phase.tokens and not self._spent():
                 self._train_step(phase)
             self._evaluate(phase)
+            if self.phase_tokens >= phase.tokens:
+                self._probe(phase.name)
             if self._spent() or self.index + 1 == len(self.config.phases):
                 return self.save()
             self._enter(self.index + 1, self.optimizer)
@@ -261,8 +287,11 @@ class _Run:
         """Always the same rows, cut at the shortest phase's length, so that points of all phases compare; and the content hash."""
         if not self.config.held_out:
             return [], ""
-        length = min(p.length for p in self.config.phases)
-        documents = _documents(self.config.held_out, self.model, length)
+        return self._rows_to_read(self.config.held_out, min(p.length for p in self.config.phases))
+
+    def _rows_to_read(self, path: str, length: int) -> tuple[list[Batch], str]:
+        """The first `eval_tokens` of these documents, and the content hash of all."""
+        documents = _documents(path, self.model)
         pieces = documents.pieces(length)
         count = int(np.searchsorted(np.cumsum(pieces[:, 2] - pieces[:, 1]), self.config.eval_tokens)) + 1
         return rows_of(documents, pieces[:count], self.config.row_tokens), documents.content_hash()
@@ -274,19 +303,33 @@ class _Run:
             return None
         if self.curve and self.curve[-1].step == self.step:
             return self.curve[-1].loss
-        total = torch.zeros((), dtype=torch.float64)
-        for row in self.ranks.share(self.held_out):
-            with self._precision():
-                total += ce_loss(self.model, run_row(self.forward, row), row).item()
-        self.ranks.sum_([total])
-        loss = total.item()
+        loss = self._loss_of(self.held_out)
         accept = tuple(a.sampled for a in acceptance(self.model, self.held_out)) if phase.trains != "model" else ()
         point = Point(phase=phase.name, step=self.step, tokens=self.tokens, flops=self.flops, loss=loss, accept=accept)
         self.curve = (*self.curve, point)
         return loss
 
+    @torch.no_grad()
+    def _loss_of(self, rows: list[Batch]) -> float:
+        """Nats per predicted token, over all ranks."""
+        total = torch.zeros((), dtype=torch.float64)
+        for row in self.ranks.share(rows):
+            with self._precision():
+                total += ce_loss(self.model, run_row(self.forward, row), row).item()
+        self.ranks.sum_([total])
+        return total.item()
+
+    def _probe(self, after: str) -> None:
+        """Read every phase's probe that the model's context holds by now, unless a resume finds it read."""
+        if any(p.after == after for p in self.probes):
+            return
+        for phase in self.config.phases:
+            if phase.probe and phase.length <= self.model.config.max_positions:
+                self.probes = (*self.probes, Probe(after=after, probe=phase.name, loss=self._loss_of(self.probe_rows[phase.name])))
+
     def _write_curve(self) -> None:
-        data = {"schema": 1, "points": [asdict(p) for p in self.curve], "fit": fit_log_compute(self.curve)}
+        points, probes = [asdict(p) for p in self.curve], [asdict(p) for p in self.probes]
+        data = {"schema": 1, "points": points, "fit": fit_log_compute(self.curve), "probes": probes}
         (self.out / "curve.json").write_text(json.dumps(data, indent=2) + "\n")
 
     # -- checkpoints ----------------------------------------------------------------------------------------
@@ -303,6 +346,7 @@ class _Run:
             plain.pop(name)
         for phase in plain["phases"]:
             phase["data"] = self.data_hashes[phase["data"]]
+            phase.pop("probe")
         return content_hash(plain, self.start_hash, self.held_out_hash)
 
     def save(self) -> Path:
@@ -328,6 +372,7 @@ class _Run:
             "phase_tokens": self.phase_tokens,
             "rows": self.rows.state,
             "curve": [asdict(p) for p in self.curve],
+            "probes": [asdict(p) for p in self.probes],
             "config_hash": self._config_hash(self.index),
             "weights": weights,
         }
@@ -369,6 +414,7 @@ class _Run:
         self.rows.restore(state["rows"])
         self.saved = state["step"]
         self.step, self.tokens, self.flops, self.phase_tokens = (state[k] for k in ("step", "tokens", "flops", "phase_tokens"))
+        self.probes = tuple(Probe(**p) for p in state["probes"])
         self.curve = tuple(Point(**{**p, "accept": tuple(p["accept"])}) for p in state["curve"])
 
 
@@ -383,19 +429,22 @@ def _starting_model(config: PretrainConfig) -> Decoder:
 
 
 def _all_documents(config: PretrainConfig, model: Decoder) -> dict[str, Documents]:
-    """Documents of all phases by path, each path read once and checked against the longest phase that reads it."""
-    lengths: dict[str, int] = {}
+    """Documents of all phases by path, each path read once; every phase's length is checked against the positions it will have."""
+    positions = model.config.max_positions
     for phase in config.phases:
-        lengths[phase.data] = max(phase.length, lengths.get(phase.data, 0))
-    return {path: _documents(path, model, length) for path, length in lengths.items()}
+        positions = phase.max_positions or positions
+        if phase.length > positions:
+            raise UserError(
+                f"phase {phase.name!r} has length {phase.length}, which exceeds the model's max_positions = {positions}; set the phase's "
+                "max_positions (and a rope_theta or rope_scaling that reach as far)"
+            )
+    return {path: _documents(path, model) for path in dict.fromkeys(phase.data for phase in config.phases)}
 
 
-def _documents(path: str, model: Decoder, length: int) -> Documents:
+def _documents(path: str, model: Decoder) -> Documents:
     documents = Documents(path)
     if documents.largest_id >= model.config.vocab_size:
         raise UserError(f"{path} has the token id {documents.largest_id}, the model's vocabulary ends at {model.config.vocab_size - 1}")
-    if length > model.config.max_positions:
-        raise UserError(f"length {length} for {path} exceeds the model's max_positions = {model.config.max_positions}")
     return documents
 
 
