@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -11,8 +13,9 @@ from etude.errors import InfraError, IntegrityError, SandboxError, first_cause
 from etude.events import read_events
 from etude.fakes import InstantTrainer, KataWorld, fake_parts
 from etude.loop import LoopConfig, run
-from etude.records import Drop, Manifest, Version
+from etude.records import Drop, Manifest, Task, Version
 from etude.rollout.check import check_run
+from etude.trainer.advantage import signal
 
 
 def config(**changes: object) -> LoopConfig:
@@ -179,3 +182,71 @@ def test_a_run_that_died_goes_on_without_losing_or_repeating(tmp_path: Path, die
         whole = InstantTrainer()
         run_fakes(c, tmp_path / "whole", KataWorld(lambda task: True), whole)
         assert [g.task_id for g in trainer.trained] == [g.task_id for g in whole.trained[2 * die_at :]]
+
+
+def mostly_silent() -> Callable[[Task], bool]:
+    """Solves two tasks of three in every rollout, and the third in every other one."""
+    seen: Counter[str] = Counter()
+
+    def solves(task: Task) -> bool:
+        seen[task.id] += 1
+        return sum(map(ord, task.id)) % 3 > 0 or seen[task.id] % 2 == 0
+
+    return solves
+
+
+@pytest.mark.parametrize("schedule", ["free", "lockstep"])
+@pytest.mark.parametrize("staleness", [0, 2])
+def test_groups_without_signal_are_replaced(tmp_path: Path, schedule: str, staleness: int) -> None:
+    world, trainer = KataWorld(mostly_silent()), InstantTrainer()
+    run_fakes(config(schedule=schedule, max_staleness=staleness, refill=50), tmp_path, world, trainer)
+    assert len(trainer.trained) == 8
+    assert all(signal(g) for g in trainer.trained)
+    admissions = [g.admission for g in trainer.trained]
+    assert admissions == sorted(admissions)
+    report = check_run(tmp_path)
+    assert report.ok, report.problems
+    events = list(read_events(tmp_path / "events.jsonl"))
+    dropped = [e["admission"] for e in events if e["kind"] == "group_dropped"]
+    assert len(dropped) == report.counts["dropped"] > 0
+    assert {*admissions, *dropped} == set(range(max(admissions) + 1)), "all before the last trained one are accounted for"
+    assert max(e["staleness"] for e in events if e["kind"] == "group_trained") <= staleness
+    assert world.host.live == {}
+
+
+def test_a_step_replaces_no_more_groups_than_it_may(tmp_path: Path) -> None:
+    trainer = InstantTrainer()
+    run_fakes(config(refill=1), tmp_path, KataWorld(lambda task: True), trainer)
+    assert [g.admission for g in trainer.trained] == [1, 2, 4, 5, 7, 8, 10, 11]
+    assert check_run(tmp_path).ok
+    with pytest.raises(ValueError, match=r"loop\.refill must be 0 or more, got -1"):
+        config(refill=-1)
+
+
+@pytest.mark.parametrize("die_at", [0, 1, 3])
+@pytest.mark.parametrize("schedule", ["free", "lockstep"])
+def test_a_run_that_replaces_groups_goes_on_after_it_died(tmp_path: Path, die_at: int, schedule: str) -> None:
+    c = config(schedule=schedule, refill=50)
+
+    class Dying(InstantTrainer):
+        async def step(self, groups):  # type: ignore[no-untyped-def]
+            if self._version.ordinal == die_at:
+                raise RuntimeError("power cut")
+            return await super().step(groups)
+
+    first, second = Dying(), InstantTrainer()
+    with pytest.raises(ExceptionGroup):
+        run_fakes(c, tmp_path, KataWorld(mostly_silent()), first)
+    before = [g.admission for g in first.trained]
+    run_fakes(c, tmp_path, KataWorld(mostly_silent()), second, resume=True)
+    admissions = before + [g.admission for g in second.trained]
+    assert len(admissions) == len(set(admissions)) == 8
+    assert admissions == sorted(admissions)
+    report = check_run(tmp_path)
+    assert report.ok, report.problems
+    if schedule == "lockstep":
+        whole = InstantTrainer()
+        run_fakes(c, tmp_path / "whole", KataWorld(mostly_silent()), whole)
+        assert [(g.admission, g.task_id) for g in whole.trained] == list(
+            zip(admissions, [g.task_id for g in (*first.trained, *second.trained)], strict=True)
+        )

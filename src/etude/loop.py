@@ -1,7 +1,8 @@
 """The spine of simulated RL: the whole loop on one screen.
 
     admit a slot -> take a task from the curriculum -> fork a sandbox -> G rollouts -> grade -> monitor -> group
-    take groups in admission order -> pack -> step -> publish delta -> engines swap in flight -> release slots
+    take groups in admission order, replace those without signal -> pack -> step -> publish delta -> engines swap in flight
+    -> release slots
     every k steps: checkpoint -> evaluate on held-out tasks
 
 Two coroutines meet at one buffer, `rollout.slots.Slots`; `learn` is the only finite one and ends the run.
@@ -18,10 +19,11 @@ from typing import Literal
 from etude.config import config
 from etude.errors import InfraError, IntegrityError
 from etude.protocols import Engine, Rollout, TaskSource, Trainer
-from etude.records import Task, seed_for
+from etude.records import Group, Task, seed_for
 from etude.rollout.group import roll_group
 from etude.rollout.recorder import Recorder
 from etude.rollout.slots import Slots
+from etude.trainer.advantage import signal
 
 
 @config
@@ -31,6 +33,9 @@ class LoopConfig:
     groups_per_step: int = 8
     group_size: int = 8
     """G, rollouts per task (the sources name no number; 8 is ours)."""
+    refill: int = 0
+    """Groups without signal (all rewards equal, or fewer than two members left) that a step replaces by further ones, at most: DAPO's
+    dynamic sampling (arXiv 2503.14476). Each costs its rollouts and teaches nothing, so 0 unless such groups are many."""
     max_staleness: int = 4
     """Versions between the trainer and the oldest token it trains on. 0 is synchronous."""
     schedule: Literal["free", "lockstep"] = "free"
@@ -44,6 +49,8 @@ class LoopConfig:
         for name in ("steps", "groups_per_step", "group_size"):
             if getattr(self, name) < 1:
                 raise ValueError(f"loop.{name} must be at least 1, got {getattr(self, name)}")
+        if self.refill < 0:
+            raise ValueError(f"loop.refill must be 0 or more, got {self.refill}")
         if self.max_staleness < 0:
             raise ValueError(f"loop.max_staleness must be 0 or more, got {self.max_staleness}")
 
@@ -83,9 +90,10 @@ async def run(config: LoopConfig, parts: Parts) -> None:
 
 
 async def roll_forever(config: LoopConfig, parts: Parts) -> None:
-    """Consumes tasks, produces groups. Waits for: a slot. Unblocked by: `learn` releasing a step."""
+    """Consumes tasks, produces groups, until it is cancelled. Waits for: a slot. Unblocked by: `learn` dropping a group or releasing
+    a step."""
     async with asyncio.TaskGroup() as crew:
-        for _ in range(parts.slots.remaining):
+        while True:
             admission, task = await parts.slots.admit(parts.tasks.next)
             parts.recorder.admitted(admission, task, await parts.engine.version())
             crew.create_task(roll_one(config, parts, admission, task))
@@ -98,6 +106,21 @@ async def roll_one(config: LoopConfig, parts: Parts, admission: int, task: Task)
     parts.slots.fill(admission, group)
 
 
+async def take(config: LoopConfig, parts: Parts, step: int) -> tuple[list[Group], list[Group]]:
+    """The oldest groups of a step, and those without signal that were dropped on the way. Waits for: the oldest group not yet taken."""
+    groups: list[Group] = []
+    dropped: list[Group] = []
+    while len(groups) < config.groups_per_step:
+        (group,) = await parts.slots.take(1)
+        if signal(group) or len(dropped) == config.refill:
+            groups.append(group)
+        else:
+            parts.slots.drop(group.admission)
+            parts.recorder.group_dropped(group, step, "no signal")
+            dropped.append(group)
+    return groups, dropped
+
+
 async def learn(config: LoopConfig, parts: Parts) -> None:
     """Consumes groups in admission order, produces versions. Waits for: the oldest groups of the step.
 
@@ -107,7 +130,7 @@ async def learn(config: LoopConfig, parts: Parts) -> None:
     timed = parts.recorder.timed
     for step in range(parts.start_step, config.steps):
         with timed("wait_groups"):
-            groups = await parts.slots.take(config.groups_per_step)
+            groups, dropped = await take(config, parts, step)
         if not any(group.members for group in groups):
             raise InfraError(f"every rollout of step {step} was broken by a machine, the last one by: {groups[-1].dropped[-1].detail}")
         with timed("train"):
@@ -125,7 +148,7 @@ async def learn(config: LoopConfig, parts: Parts) -> None:
                 )
             await parts.trainer.commit(served)
         parts.recorder.step(step, report, manifest, served, groups)
-        for group in groups:
+        for group in sorted((*groups, *dropped), key=lambda group: group.admission):
             parts.tasks.feedback(group)
         parts.slots.trained(len(groups))
         last = step + 1 == config.steps

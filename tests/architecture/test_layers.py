@@ -32,7 +32,7 @@ model
 parallel
 kernels
 schemas
-text | events | config
+text | events | config | disk
 protocols
 records
 errors

@@ -1,5 +1,6 @@
 """The decoder against its slow twin, and every way of feeding it against every other."""
 
+import dataclasses
 import random
 
 import pytest
@@ -8,7 +9,7 @@ import torch.nn.functional as F
 
 from etude.errors import ConfigError, UserError
 from etude.model.cache import PagedCache, Plan, blocks_for
-from etude.model.config import ModelConfig
+from etude.model.config import ModelConfig, RopeScaling
 from etude.model.moe import balance
 from etude.model.reference import reference_logits
 from etude.records import ABSENT_ROUTE
@@ -51,6 +52,19 @@ def test_prefill_chunks_and_decode_agree(config, make_model, driver, random_piec
                 run.feed(pieces)
             for s, ids in enumerate(seqs):
                 torch.testing.assert_close(run.logits(s), reference_logits(model, ids), **CLOSE)
+
+
+def test_a_rescaled_model_is_the_model_of_the_new_config(config, make_model):
+    scaling = RopeScaling(kind="yarn", factor=8.0, original_positions=32, mscale=0.5, mscale_all_dim=1.3)
+    changed = dataclasses.replace(config, rope_theta=77_000.0, rope_scaling=scaling, max_positions=5000)
+    model, fresh = make_model(config), make_model(changed)
+    seqs = tokens(60, 5)
+    before = torch.cat(packed(model, seqs)[0])
+    model.rescale(rope_theta=77_000.0, rope_scaling=scaling, max_positions=5000)
+    assert model.config == changed
+    after = torch.cat(packed(model, seqs)[0])
+    assert torch.equal(after, torch.cat(packed(fresh, seqs)[0]))
+    assert not torch.allclose(before, after, atol=1e-3)
 
 
 def test_bfloat16_stays_near_float32(config, make_model, driver):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import decimal
 import math
 
 import numpy as np
@@ -79,6 +80,37 @@ def test_the_example_of_the_paper():
 
 def test_above_one_it_saturates():
     assert length_cost(1e15, 0.01, 2) == pytest.approx(100, rel=1e-6)
+
+
+@given(x_values, st.floats(1e-6, 1.0), st.floats(1.05, 4))
+def test_above_one_it_stays_below_its_bound(x, k, q):
+    assert length_cost(x, k, q) <= 1 / (k * (q - 1)) * (1 + 1e-12)
+    assert length_cost(1e300, k, q) == pytest.approx(1 / (k * (q - 1)), rel=1e-9), "and reaches it"
+
+
+@given(st.floats(1e-3, 1e3), st.floats(1e-3, 1.0), st.floats(0, 1))
+def test_up_to_one_it_has_no_bound(level, k, q):
+    """The x at which C reaches a level, from the inverse of the closed form: it exists for every level."""
+    z = (1 - q) * k * level
+    x = math.expm1(k * level if z == 0 else math.log1p(z) / (1 - q)) / k
+    assert length_cost(x, k, q) == pytest.approx(level, rel=1e-9)
+
+
+@given(st.floats(1e-6, 1e9), st.floats(1e-12, 1.0), q_values)
+def test_length_cost_has_twelve_digits_everywhere(x, k, q):
+    """Against the closed form in 80 decimal digits, in which nothing cancels: near q = 1 and k = 0 too."""
+    with decimal.localcontext(decimal.Context(prec=80)):
+        dx, dk, dq = decimal.Decimal(x), decimal.Decimal(k), decimal.Decimal(q)
+        growth = (1 + dk * dx).ln()
+        exact = growth / dk if dq == 1 else (((1 - dq) * growth).exp() - 1) / (dk * (1 - dq))
+    assert length_cost(x, k, q) == pytest.approx(float(exact), rel=1e-12)
+
+
+@given(st.floats(1, 1e6), st.floats(1e-9, 1.0), st.floats(0, 4), st.floats(0.01, 2))
+def test_more_curvature_costs_less(x, k, q, more):
+    """What k and q are for: either one raised presses long work less, and short work hardly at all."""
+    assert length_cost(x, k, q + more) <= length_cost(x, k, q) * (1 + 1e-12)
+    assert length_cost(x, k * (1 + more), q) <= length_cost(x, k, q) * (1 + 1e-12)
 
 
 @given(st.floats(0, 1e5), st.floats(1e-6, 1e-2), st.floats(0, 4))

@@ -24,12 +24,22 @@ def next_task() -> Task:
     return TASK
 
 
-@given(seed=st.integers(0, 2**32), per_step=st.integers(1, 3), staleness=st.integers(0, 3), steps=st.integers(1, 5))
-def test_staleness_is_bounded_and_order_kept_whatever_finishes_first(seed: int, per_step: int, staleness: int, steps: int) -> None:
+@given(
+    seed=st.integers(0, 2**32),
+    per_step=st.integers(1, 3),
+    staleness=st.integers(0, 3),
+    steps=st.integers(1, 5),
+    silent=st.sampled_from([0.0, 0.3, 0.8]),
+)
+def test_staleness_is_bounded_and_order_kept_whatever_finishes_first(
+    seed: int, per_step: int, staleness: int, steps: int, silent: float
+) -> None:
+    """Also when any taken group may be dropped, and the step goes on waiting for another."""
     rng = random.Random(seed)
     slots = Slots(per_step, staleness, steps)
     admitted_at: dict[int, int] = {}
     taken: list[tuple[int, int]] = []
+    dropped: list[int] = []
     version = 0
 
     async def roll(admission: int) -> None:
@@ -38,7 +48,7 @@ def test_staleness_is_bounded_and_order_kept_whatever_finishes_first(seed: int, 
         slots.fill(admission, group(admission))
 
     async def feed(crew: asyncio.TaskGroup) -> None:
-        for _ in range(slots.remaining):
+        while slots.remaining or silent:
             admission, _task = await slots.admit(next_task)
             admitted_at[admission] = version
             crew.create_task(roll(admission))
@@ -46,16 +56,28 @@ def test_staleness_is_bounded_and_order_kept_whatever_finishes_first(seed: int, 
     async def go() -> None:
         nonlocal version
         async with asyncio.TaskGroup() as crew:
-            crew.create_task(feed(crew))
+            feeding = crew.create_task(feed(crew))
             for step in range(steps):
-                taken.extend((step, g.admission) for g in await slots.take(per_step))
+                got: list[int] = []
+                while len(got) < per_step:
+                    (next_group,) = await slots.take(1)
+                    if rng.random() < silent:
+                        slots.drop(next_group.admission)
+                        dropped.append(next_group.admission)
+                    else:
+                        got.append(next_group.admission)
+                taken.extend((step, a) for a in got)
                 assert sum(slots.counts[k] for k in ("rolling", "ready")) <= slots.capacity
                 slots.trained(per_step)
                 version += 1
                 slots.release()
+            feeding.cancel()
 
     asyncio.run(asyncio.wait_for(go(), 30))
-    assert [a for _, a in taken] == list(range(per_step * steps))
+    admissions = [a for _, a in taken]
+    assert len(admissions) == per_step * steps
+    assert admissions == sorted(admissions)
+    assert sorted([*admissions, *dropped]) == list(range(len(admissions) + len(dropped)))
     assert all(step - admitted_at[a] <= staleness for step, a in taken)
 
 
@@ -90,7 +112,7 @@ def test_restored_slots_roll_what_was_in_flight_again_under_its_number() -> None
         state, ready = slots.state(), slots.ready
         assert [a for a, _ in state["rolling"]] == [2]
         again = Slots(2, 1, 3)
-        again.restore(state["next"], state["trained"], state["rolling"], ready)
+        again.restore(state["next"], state["trained"], state["dropped"], state["rolling"], ready)
         assert again.remaining == 3
         assert (await again.admit(next_task))[0] == 2
         again.fill(2, group(2))

@@ -8,13 +8,26 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from etude.errors import EtudeError
 from etude.inference import naive, sampler
 from etude.model.config import RouteFilter
 from etude.records import StopReason
 from etude.trainer.config import RLConfig
-from etude.trainer.losses import Divergence, TargetLogProb, ce_loss, load_entropy, log_probs, require_finite, rl_loss, score, targets
+from etude.trainer.losses import (
+    Divergence,
+    HeadCrossEntropy,
+    TargetLogProb,
+    ce_loss,
+    load_entropy,
+    log_probs,
+    require_finite,
+    rl_loss,
+    run_row,
+    score,
+    targets,
+)
 from etude.trainer.pack import Normalisers, Sample, document_sample, pack, samples_from_groups
 
 PLAIN = RLConfig(kl=0.0)
@@ -266,7 +279,74 @@ def test_ce_is_the_mean_over_masked_tokens(make):
     where_M = targets(row)
     assert where_M.tolist() == [1, 3, 4]
     scores = score(model, row, where_M)
-    assert ce_loss(scores, row, where_M).item() == pytest.approx(-scores.logp_M.mean().item(), rel=1e-6)
+    assert ce_loss(model, run_row(model, row), row).item() == pytest.approx(-scores.logp_M.mean().item(), rel=1e-6)
+
+
+@pytest.mark.parametrize("at_once", [48 * 7, 2**25])
+@pytest.mark.parametrize("kind", ["dense", "latent"])
+def test_cross_entropy_and_its_gradients_are_those_of_log_softmax(make, kind, at_once):
+    """Tied and untied heads, and 300 targets: the padded rows of the quick kernels, with a last chunk that is not full."""
+    model = make.tiny(kind)
+    rng = np.random.default_rng(0)
+    mask = rng.random(400) < 0.75
+    (row,) = pack([document_sample(rng.integers(0, 48, 400), mask)], 512, float, Normalisers(ce=float(rng.random())))
+
+    def gradients_of(loss):
+        model.zero_grad()
+        (3 * loss).backward()
+        return {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+
+    loss = ce_loss(model, run_row(model, row), row, at_once=at_once)
+    where_M = targets(row)
+    plain = -(torch.tensor(row.ce_weight_N[where_M]) * score(model, row, where_M).logp_M).sum()
+    assert loss.item() == pytest.approx(plain.item(), rel=1e-6)
+    ours, twin = gradients_of(loss), gradients_of(plain)
+    assert ours.keys() == twin.keys()
+    for name, grad in twin.items():
+        assert (ours[name] - grad).norm() <= 2e-6 * grad.norm() + 1e-7, name
+    with torch.no_grad():
+        assert ce_loss(model, run_row(model, row), row, at_once=at_once).item() == pytest.approx(plain.item(), rel=1e-6)
+
+
+class Largest(TorchDispatchMode):
+    """Elements of the largest tensor that any operation returns."""
+
+    elements = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        for tensor in out if isinstance(out, tuple | list) else [out]:
+            if isinstance(tensor, torch.Tensor):
+                self.elements = max(self.elements, tensor.numel())
+        return out
+
+
+def test_cross_entropy_never_holds_all_logits():
+    """2,000 targets in a vocabulary of 50,000 are 100 million logits."""
+    head, hidden = torch.zeros(50_000, 8, requires_grad=True), torch.zeros(2000, 8, requires_grad=True)
+    ids, weight = torch.zeros(2000, dtype=torch.int64), torch.full((2000,), 1 / 2000)
+    for at_once, limit in ((2**22, 2**23), (2**27, 2**27)):
+        with Largest() as largest:
+            loss = HeadCrossEntropy.apply(hidden, head, ids, weight, at_once)
+            loss.backward()
+        assert loss.item() == pytest.approx(np.log(50_000), rel=1e-5)
+        assert largest.elements <= limit
+    assert largest.elements == 2048 * 50_000, "all at once when told so, padded rows included: the measure measures"
+
+
+def test_cross_entropy_under_autocast_is_near(make):
+    model = make.tiny()
+    rng = np.random.default_rng(0)
+    (row,) = pack([document_sample(rng.integers(0, 48, 200), np.ones(200))], 512, float, Normalisers(ce=199.0))
+    exact = ce_loss(model, run_row(model, row), row)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        rough = ce_loss(model, run_row(model, row), row)
+    assert rough.dtype == torch.float32
+    assert rough.item() == pytest.approx(exact.item(), rel=0.03)
+    head = model.embed_tokens.weight
+    (a,), (b,) = (torch.autograd.grad(loss, head) for loss in (exact, rough))
+    assert b.dtype == torch.float32
+    assert (a - b).norm() < 0.1 * a.norm()
 
 
 def test_load_entropy_is_one_when_even_and_zero_when_collapsed():

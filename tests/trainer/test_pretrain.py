@@ -12,13 +12,14 @@ import torch
 
 from etude.config import load
 from etude.errors import CheckpointError, ConfigError, UserError
-from etude.model.weights import load_model, read_config
+from etude.model.config import RopeScaling
+from etude.model.weights import from_config, load_model, read_config, save_model
 from etude.optim.config import OptimConfig
 from etude.optim.schedules import ScheduleConfig
 from etude.trainer.config import PhaseConfig, PretrainConfig
 from etude.trainer.documents import write_documents
 from etude.trainer.losses import Divergence
-from etude.trainer.pretrain import Point, fit_log_compute, hashed_model, latest_checkpoint, pretrain
+from etude.trainer.pretrain import Point, fit_log_compute, latest_checkpoint, pretrain
 
 
 @pytest.fixture(scope="module")
@@ -49,17 +50,6 @@ def config_of(make, data, kind="moe", **changes):
     return PretrainConfig(**{**values, "save_every": 5, **changes})
 
 
-def test_fields_a_model_got_later_do_not_change_the_hash_of_older_checkpoints(make):
-    before = {
-        "vocab_size", "hidden", "layers", "heads", "kv_heads", "head_dim", "intermediate", "rope_theta", "norm_eps", "tie_embeddings",
-        "qkv_bias", "max_positions", "experts", "experts_per_token", "expert_intermediate", "shared_intermediate", "norm_topk",
-        "balance_weight", "family",
-    }  # fmt: skip
-    assert set(hashed_model(make.shapes["dense"])) == set(hashed_model(make.shapes["moe"])) == before
-    assert set(hashed_model(make.shapes["latent"])) > before
-    assert hashed_model(make.shapes["latent"])["latent"]["kv_rank"] == 32
-
-
 def parameters(folder):
     return dict(load_model(folder).named_parameters())
 
@@ -83,6 +73,36 @@ def test_three_phases_lower_the_held_out_loss(make, data, tmp_path, kind):
     origin = json.loads((result.model / "provenance.json").read_text())
     assert origin["share_ours"] == 1.0
     assert origin["stages"][0]["flops"] == result.flops > 0
+
+
+def test_the_bias_of_sigmoid_routers_evens_out_the_load(make, data, tmp_path):
+    """A start at which one expert of each group gets nearly everything; without the bias it stays so, since nothing else pays for it."""
+    shape = dataclasses.replace(make.shapes["latent"], balance_weight=0.0, route_groups=1, route_groups_kept=1, experts_per_token=1)
+    start = from_config(shape, seed=0)
+    start.get_parameter("layers.1.mlp.gate.e_score_correction_bias").data.copy_(torch.tensor([0.3, 0.1, 0.1, 0.0]))
+    save_model(start, tmp_path / "start", dtype=torch.float32)
+
+    def loads(speed):
+        lines = []
+        phase = PhaseConfig(name="bulk", data=str(data / "train.npz"), tokens=14 * 512, length=64, batch_tokens=512, lr=1e-4)
+        config = PretrainConfig(phases=(phase,), base=str(tmp_path / "start"), row_tokens=256, router_bias_speed=speed)
+        pretrain(config, tmp_path / f"{speed}", progress=lines.append)
+        return [line["load_entropy"] for line in lines]
+
+    still, moved = loads(0.0), loads(0.03)
+    assert max(still) < 0.3
+    assert moved[0] == still[0]
+    assert max(moved) > 0.6
+
+
+def test_the_step_of_a_bias_is_a_sign(make):
+    model = make.tiny("latent")
+    bias_E = model.get_parameter("layers.1.mlp.gate.e_score_correction_bias")
+    before = bias_E.detach().clone()
+    model.even_out(torch.tensor([[10, 2, 4, 0]]), 0.5)
+    assert torch.equal(bias_E, before + torch.tensor([-0.5, 0.5, 0.0, 0.5]))
+    with pytest.raises(ConfigError, match="router_bias_speed is 2"):
+        PretrainConfig(phases=(PhaseConfig(name="a", data="x", tokens=1, length=2),), base="nano", router_bias_speed=2)
 
 
 def test_the_seed_decides_everything(make, data, tmp_path):
@@ -231,6 +251,49 @@ optim = {{ kind = "adamw" }}
     config = load(PretrainConfig, path, ["row_tokens=128"])
     assert [p.optim.kind for p in config.phases] == ["muon", "adamw"]
     assert config.row_tokens == 128
+
+
+def long_phases(data, **changes):
+    """The context doubles in the second phase, with slower waves; the model allows no more than the first one needs."""
+    shared = {"data": str(data / "train.npz"), "probe": str(data / "held.npz"), "batch_tokens": 512, "lr": 1e-2}
+    return (
+        PhaseConfig(name="bulk", tokens=3 * 512, length=32, **shared),
+        PhaseConfig(name="long", tokens=3 * 512, length=64, **{**shared, "rope_theta": 40_000.0, "max_positions": 64, **changes}),
+        PhaseConfig(name="sft", tokens=2 * 512, length=32, **{**shared, "probe": ""}),
+    )
+
+
+@pytest.mark.parametrize("kind", ["dense", "latent"])
+def test_a_phase_of_longer_contexts_turns_slower_and_every_probe_is_read_after_every_phase(make, data, tmp_path, kind):
+    shape = dataclasses.replace(make.shapes[kind], max_positions=32)
+    scaling = RopeScaling(kind="yarn", factor=2.0, original_positions=32, mscale_all_dim=1.0)
+    config = config_of(make, data, phases=long_phases(data, rope_scaling=scaling), model=shape, row_tokens=128)
+    result = pretrain(config, tmp_path / "whole")
+    expected = dataclasses.replace(shape, rope_theta=40_000.0, max_positions=64, rope_scaling=scaling)
+    assert read_config(result.model) == expected
+    read = [(p.after, p.probe) for p in result.probes]
+    assert read == [("", "bulk"), ("bulk", "bulk"), ("long", "bulk"), ("long", "long"), ("sft", "bulk"), ("sft", "long")]
+    assert result.probes[-2].loss < result.probes[0].loss
+    points = json.loads((tmp_path / "whole" / "curve.json").read_text())
+    assert [(p["after"], p["probe"]) for p in points["probes"]] == read
+
+    class Killed(Exception):
+        pass
+
+    def watch(line):
+        if line["step"] == 5:
+            raise Killed
+
+    with pytest.raises(Killed):
+        pretrain(dataclasses.replace(config, save_every=2), tmp_path / "cut", progress=watch)
+    again = pretrain(dataclasses.replace(config, save_every=2), tmp_path / "cut")
+    assert (again.weights, again.probes) == (result.weights, result.probes)
+
+
+def test_a_phase_beyond_the_models_context_says_what_to_set(make, data, tmp_path):
+    shape = dataclasses.replace(make.shapes["dense"], max_positions=32)
+    with pytest.raises(UserError, match=r"phase 'long' has length 64, which exceeds the model's max_positions = 32; set the phase's"):
+        pretrain(config_of(make, data, phases=long_phases(data, max_positions=0), model=shape), tmp_path)
 
 
 def test_log_compute_fit_recovers_a_line():

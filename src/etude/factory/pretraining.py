@@ -57,7 +57,7 @@ async def _corpus(config: CorpusConfig, cache: Path, console: Console) -> Path:
 
 def _located(config: PretrainConfig, corpus: Path) -> PretrainConfig:
     """The config with data paths inside the corpus."""
-    phases = tuple(dataclasses.replace(p, data=str(corpus / p.data)) for p in config.phases)
+    phases = tuple(dataclasses.replace(p, data=str(corpus / p.data), probe=str(corpus / p.probe) if p.probe else "") for p in config.phases)
     return dataclasses.replace(config, phases=phases, held_out=str(corpus / "heldout"), tokenizer=str(corpus / "tokenizer"))
 
 

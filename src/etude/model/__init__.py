@@ -2,6 +2,8 @@
 
     config.py        ModelConfig: the shape of a model, in our words
     transformer.py   Decoder: the forward over a flat list of tokens
+    block.py         one layer
+    mtp.py           heads that predict further tokens
     attention.py     attention through block tables, fast and batch-invariant
     moe.py           router (returns and replays its choices) and experts
     cache.py         Plan and PagedCache: which token is where

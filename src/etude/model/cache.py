@@ -77,6 +77,7 @@ class PagedCache:
     keys_L[l] and values_L[l] are [H, num_blocks, P, D]: a head's block is contiguous, so a gather by block table lands
     in the [S, H, B * P, D] that a batched matmul wants, without a second copy. Functional: `write` replaces the tensor
     of its layer instead of changing it, so gradients flow to every key and value, through several forwards too.
+    `heads=True` has layers for the heads of mtp.py as well, behind the model's.
     """
 
     def __init__(
@@ -88,14 +89,16 @@ class PagedCache:
         device: torch.device | str = "cpu",
         *,
         functional: bool = False,
+        heads: bool = False,
     ) -> None:
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.functional = functional
         shape = (config.cache_heads, num_blocks, block_size, config.cache_width)
         # Zeros, not empty: a masked slot has weight 0, and 0 times an uninitialised NaN would still be NaN.
-        self.keys_L = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(config.layers)]
-        own_values = config.layers if config.cache_tensors == 2 else 0
+        layers = config.layers + (config.mtp_layers if heads else 0)
+        self.keys_L = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(layers)]
+        own_values = layers if config.cache_tensors == 2 else 0
         self.values_L = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(own_values)]
         self._scratch: dict[str, Tensor] = {}
 

@@ -161,12 +161,16 @@ class ModelConfig:
     route_groups_kept: int = 1
     route_scale: float = 1.0
     """What the gates are multiplied with."""
+    mtp_layers: int = 0
+    """Heads behind the last layer that predict further tokens (mtp.py)."""
     family: Family = "llama"
 
     def __post_init__(self) -> None:
         for name in ("vocab_size", "hidden", "layers", "heads", "kv_heads", "head_dim", "max_positions"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"model.{name} is {getattr(self, name)}; it must be at least 1")
+        if self.mtp_layers < 0:
+            raise ConfigError(f"model.mtp_layers is {self.mtp_layers}; it must be 0 or more")
         if self.heads % self.kv_heads:
             raise ConfigError(f"model.heads = {self.heads} is not a multiple of model.kv_heads = {self.kv_heads}")
         if self.head_dim % 2:

@@ -9,6 +9,8 @@ It reads the weights of a `Decoder` and shares none of its code paths but the ro
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 from torch import Tensor
 
@@ -19,19 +21,47 @@ from etude.model.transformer import Decoder
 
 def reference_logits(model: Decoder, ids_T: Tensor, routes_TLK: Tensor | None = None) -> Tensor:
     """float32 logits [T, V] of one whole sequence, differentiable with respect to the model's parameters."""
+    return (_hidden(model, ids_T, routes_TLK) @ _head(model).T).float()
+
+
+def predicted_logits(model: Decoder, ids_T: Tensor) -> list[Tensor]:
+    """float32 logits of every head k, [T - 1 - k, V]: row t is about the token at t + k + 2, from the tokens up to t + k + 1."""
+    weights = dict(model.named_parameters())
+    x, out = _hidden(model, ids_T, None), []
+    for k in range(model.config.mtp_layers):
+        w = _of(weights, f"mtp.{k}.")
+        x = x[:-1]
+        embedded = weights["embed_tokens.weight"][ids_T[1 + k :]]
+        both = torch.cat((_norm(model, embedded, w["enorm.weight"]), _norm(model, x, w["hnorm.weight"])), -1)
+        x = _block(model, w, both @ w["eh_proj.weight"].T, None, routed=model.config.moe)
+        out.append((_norm(model, x, w["shared_head.norm.weight"]) @ _head(model).T).float())
+    return out
+
+
+def _head(model: Decoder) -> Tensor:
+    weights = dict(model.named_parameters())
+    return weights["embed_tokens.weight" if model.config.tie_embeddings else "lm_head.weight"]
+
+
+def _of(weights: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:
+    return {name.removeprefix(prefix): p for name, p in weights.items() if name.startswith(prefix)}
+
+
+def _hidden(model: Decoder, ids_T: Tensor, routes_TLK: Tensor | None) -> Tensor:
     weights: dict[str, Tensor] = dict(model.named_parameters())
     x = weights["embed_tokens.weight"][ids_T]
     for layer in range(model.config.layers):
-        w = {name.removeprefix(f"layers.{layer}."): p for name, p in weights.items() if name.startswith(f"layers.{layer}.")}
-        attention = _latent_attention if model.config.latent else _attention
-        x = x + attention(model, w, _norm(model, x, w["input_layernorm.weight"]))
-        h = _norm(model, x, w["post_attention_layernorm.weight"])
         at = layer - model.config.dense_layers
         routes = None if routes_TLK is None or at < 0 else routes_TLK[:, at].long()
-        x = x + (_moe(model, w, h, routes) if model.config.moe and at >= 0 else _mlp(h, w, "mlp."))
-    x = _norm(model, x, weights["norm.weight"])
-    head = weights["embed_tokens.weight"] if model.config.tie_embeddings else weights["lm_head.weight"]
-    return (x @ head.T).float()
+        x = _block(model, _of(weights, f"layers.{layer}."), x, routes, routed=model.config.moe and at >= 0)
+    return _norm(model, x, weights["norm.weight"])
+
+
+def _block(model: Decoder, w: dict[str, Tensor], x: Tensor, routes: Tensor | None, *, routed: bool) -> Tensor:
+    attention = _latent_attention if model.config.latent else _attention
+    x = x + attention(model, w, _norm(model, x, w["input_layernorm.weight"]))
+    h = _norm(model, x, w["post_attention_layernorm.weight"])
+    return x + (_moe(model, w, h, routes) if routed else _mlp(h, w, "mlp."))
 
 
 def _norm(model: Decoder, x: Tensor, weight: Tensor, eps: float | None = None) -> Tensor:

@@ -26,6 +26,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from etude.disk import flush
 from etude.errors import CheckpointError, InfraError, MissingExtra, UserError, nearest
 from etude.records import content_hash
 from etude.text.tokenizer import load_tokenizer
@@ -374,13 +375,13 @@ def _write(origin: Origin, name: str, target: Path, progress: Progress) -> None:
         }
         (staging / SOURCE).write_text(json.dumps(data, indent=2) + "\n")
         for path in (*staging.iterdir(), staging):
-            _sync(path)
+            flush(path)
         if target.exists():
             _discard(target)
         staging.rename(target)
     finally:
         shutil.rmtree(staging, ignore_errors=True)
-    _sync(target.parent)
+    flush(target.parent)
 
 
 def _write_provenance(folder: Path, origin: Origin, licence: str) -> None:
@@ -406,15 +407,6 @@ def _discard(folder: Path) -> None:
     shutil.rmtree(old, ignore_errors=True)
     folder.rename(old)
     shutil.rmtree(old)
-
-
-def _sync(path: Path) -> None:
-    """Bytes to disk before the name that promises them."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 @contextlib.contextmanager

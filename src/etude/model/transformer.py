@@ -16,20 +16,26 @@ experts take care of themselves. Norms, softmaxes, gates and logits are float32 
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import cast
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from etude.errors import UserError
-from etude.model.attention import Attention, Layout
+from etude.model.attention import CachedAttention, Layout
+from etude.model.block import Block
 from etude.model.cache import PagedCache, Plan
-from etude.model.config import ModelConfig, Numerics, RouteFilter
-from etude.model.latent import LatentAttention
-from etude.model.linear import MLP, Linear, RMSNorm, matmul, pad_rows, padded_rows
-from etude.model.moe import MoE, Replay, Routing, balance
-from etude.model.rope import Rope, Turn
+from etude.model.config import ModelConfig, Numerics, RopeScaling, RouteFilter
+from etude.model.families import PREFIX
+from etude.model.linear import Linear, RMSNorm, matmul, pad_rows, padded_rows
+from etude.model.moe import Replay, Routing, balance
+from etude.model.mtp import Draft, Head
+from etude.model.rope import Rope
 from etude.records import ABSENT_ROUTE, seed_for
 
 INIT_STD = 0.02
@@ -57,29 +63,6 @@ class Output:
     """`Routing.replay_3` of each layer with experts; None without recorded routes."""
 
 
-class Block(nn.Module):
-    """One layer: attention, then the feed-forward part, each normed before and added to the stream."""
-
-    def __init__(self, config: ModelConfig, layer: int, *, invariant: bool) -> None:
-        super().__init__()
-        self.input_layernorm = RMSNorm(config.hidden, config.norm_eps)
-        attention = LatentAttention if config.latent else Attention
-        self.self_attn = attention(config, layer, invariant=invariant)
-        self.post_attention_layernorm = RMSNorm(config.hidden, config.norm_eps)
-        routed = config.moe and layer >= config.dense_layers
-        self.mlp = MoE(config, invariant=invariant) if routed else MLP(config.hidden, config.intermediate, invariant=invariant)
-
-    def forward(
-        self, x_NI: Tensor, turn: Turn, plan: Plan, layout: Layout, cache: PagedCache, replay: Replay | None
-    ) -> tuple[Tensor, Routing | None]:
-        x_NI = x_NI + self.self_attn(self.input_layernorm(x_NI), turn, plan, layout, cache)
-        h_NI = self.post_attention_layernorm(x_NI)
-        if isinstance(self.mlp, MLP):
-            return x_NI + self.mlp(h_NI), None
-        y_NI, routing = self.mlp(h_NI, replay)
-        return x_NI + y_NI, routing
-
-
 class Decoder(nn.Module):
     """A decoder of any family. Parameter names are those of the checkpoint, less its `model.` prefix; the experts of a
     layer are stacked in one tensor per projection, and the shared ones are one expert."""
@@ -93,6 +76,8 @@ class Decoder(nn.Module):
         self.layers = nn.ModuleList(Block(config, layer, invariant=invariant) for layer in range(config.layers))
         self.norm = RMSNorm(config.hidden, config.norm_eps)
         self.lm_head = None if config.tie_embeddings else Linear(config.hidden, config.vocab_size, invariant=invariant)
+        self.mtp = nn.ModuleList(Head(config, config.layers + k, invariant=invariant) for k in range(config.mtp_layers))
+        """Heads that predict further tokens; `forward` does not use them."""
         self._rope = Rope(config.rope_dim, config.rope_theta, config.rope_scaling)
         if not self.norm.weight.is_meta:
             self.init_weights(0)
@@ -128,12 +113,40 @@ class Decoder(nn.Module):
             return Output(hidden_ND=hidden_ND, routes_NLK=None, balance=hidden_ND.new_zeros((), dtype=torch.float32), load_LE=None)
         return self._output(hidden_ND, routings, n)
 
-    def logits(self, hidden_MD: Tensor) -> Tensor:
-        """float32 [M, V]."""
+    def predict(self, hidden_ND: Tensor, next_N: Tensor, plan: Plan, cache: PagedCache, *, head: int = 0) -> Draft:
+        """What head number `head` says after hidden states of the plan's tokens and the tokens that follow each of them. A head after
+        the first reads the stream of the one before, and `next_N` is one token further. Nothing here moves the model (see mtp.py).
+
+        At the end of a sequence whose next token is not known any id will do: no other position sees what comes of it.
+        """
+        self._check(next_N, plan)
+        if head >= len(self.mtp):
+            raise UserError(f"head {head} was asked for, this model has {len(self.mtp)}; train some with PretrainConfig.mtp_layers")
+        n, invariant = next_N.shape[0], self.numerics == "invariant"
+        rows = padded_rows(n, invariant=invariant, device=next_N.device)
+        layout = Layout.of(plan, cache, self.config, invariant=invariant)
+        turn = self._rope.at(pad_rows(plan.positions_N, rows), max(plan.lengths_S))
+        embedded_NI = F.embedding(pad_rows(next_N, rows), self.embed_tokens.weight.detach())
+        behind = cast(Head, self.mtp[head])
+        draft = behind.draft(pad_rows(hidden_ND, rows), embedded_NI, turn, plan, layout, cache)
+        return Draft(stream_ND=draft.stream_ND[:n], hidden_ND=draft.hidden_ND[:n])
+
+    def logits(self, hidden_MD: Tensor, *, frozen: bool = False) -> Tensor:
+        """float32 [M, V]. `frozen` gives the output head no gradient."""
         weight = self.embed_tokens.weight if self.lm_head is None else self.lm_head.weight
+        weight = weight.detach() if frozen else weight
         m, invariant = hidden_MD.shape[0], self.numerics == "invariant"
         rows = padded_rows(m, invariant=invariant, device=hidden_MD.device)
         return matmul(pad_rows(hidden_MD, rows), weight, invariant=invariant)[:m].float()
+
+    @torch.no_grad()
+    def even_out(self, load_LE: Tensor, speed: float) -> None:
+        """Move the bias that a sigmoid router chooses with: down by `speed` where an expert got more tokens than the mean, up where it
+        got fewer (arXiv 2408.15664). No gradient does that, so it disturbs none; the heads' routers keep theirs."""
+        for load_E, block in zip(load_LE, list(self.layers)[self.config.dense_layers :], strict=True):
+            bias_E = block.get_parameter("mlp.gate.e_score_correction_bias")
+            load_E = load_E.to(bias_E.dtype)
+            bias_E.add_(torch.sign(load_E.mean() - load_E), alpha=speed)
 
     def _check(self, ids_N: Tensor, plan: Plan) -> None:
         assert ids_N.shape == plan.positions_N.shape, "one id per planned token"
@@ -174,14 +187,40 @@ class Decoder(nn.Module):
             replay_L3=torch.stack(counts) if counts else None,
         )
 
-    @torch.no_grad()
     def init_weights(self, seed: int) -> None:
         """Fill every parameter from a seed; each tensor depends on the seed and its own name only.
 
         Normal with std 0.02, the two projections that write into the stream scaled down by sqrt(2 * layers) (GPT-2),
         norms 1, biases 0. numpy's generator, whose stream is the same on every machine.
         """
-        for name, parameter in self.named_parameters():
+        self._init(self.named_parameters(), seed)
+
+    def rescale(self, *, rope_theta: float = 0.0, rope_scaling: RopeScaling | None = None, max_positions: int = 0) -> None:
+        """Turn queries and keys by other angles from now on, and allow longer contexts; what is not given stays."""
+        self.config = dataclasses.replace(
+            self.config,
+            rope_theta=rope_theta or self.config.rope_theta,
+            rope_scaling=rope_scaling or self.config.rope_scaling,
+            max_positions=max_positions or self.config.max_positions,
+        )
+        self._rope = Rope(self.config.rope_dim, self.config.rope_theta, self.config.rope_scaling)
+        for module in self.modules():
+            if isinstance(module, CachedAttention):
+                module.scale = self.config.attention_scale
+
+    def add_heads(self, count: int, seed: int) -> None:
+        """Give a model without heads `count` of them, with weights from the seed, in its type and on its device."""
+        if self.config.mtp_layers:
+            raise UserError(f"this model has {self.config.mtp_layers} heads already; heads are added to a model that has none")
+        self.config = dataclasses.replace(self.config, mtp_layers=count)
+        with torch.device("meta"):
+            heads = nn.ModuleList(Head(self.config, self.config.layers + k, invariant=self.numerics == "invariant") for k in range(count))
+        self.mtp = heads.to_empty(device=self.device).to(self.dtype)
+        self._init(((name, p) for name, p in self.named_parameters() if name.startswith(PREFIX)), seed)
+
+    @torch.no_grad()
+    def _init(self, parameters: Iterable[tuple[str, nn.Parameter]], seed: int) -> None:
+        for name, parameter in parameters:
             if name.endswith("norm.weight"):
                 parameter.fill_(1.0)
             elif name.endswith("bias"):

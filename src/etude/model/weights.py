@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from etude.errors import CheckpointError
 from etude.model.config import ModelConfig, Numerics
-from etude.model.families import config_from_hf, family
+from etude.model.families import config_from_hf, copies, disk_names, family, without_absent_heads
 from etude.model.transformer import KEPT, Decoder
 
 SINGLE = "model.safetensors"
@@ -37,17 +37,19 @@ def load_model(
 ) -> Decoder:
     """The model in a Hugging Face folder."""
     folder = Path(folder)
-    model = meta_model(read_config(folder), numerics)
-    files = checkpoint_files(folder)
-    fill(model, Checkpoint(files, where=str(folder)), dtype=dtype, device=device)
+    config = read_config(folder)
+    source = Checkpoint(checkpoint_files(folder), where=str(folder))
+    model = meta_model(without_absent_heads(config, source.names()), numerics)
+    fill(model, source, dtype=dtype, device=device)
     return model
 
 
 def check_folder(folder: str | Path) -> ModelConfig:
     """Refuse a Hugging Face folder that `load_model` would refuse, reading names and shapes only."""
     folder = Path(folder)
-    model = meta_model(read_config(folder))
+    config = read_config(folder)
     source = Checkpoint(checkpoint_files(folder), where=str(folder))
+    model = meta_model(without_absent_heads(config, source.names()))
     _check_names(model, source)
     for name, parameter in model.named_parameters():
         _check_shapes(model, source, name, parameter)
@@ -177,12 +179,19 @@ def fill(model: Decoder, source: Source, *, dtype: torch.dtype, device: torch.de
     """Give every parameter of a meta model memory and the source's values."""
     _check_names(model, source)
     for name, parameter in list(model.named_parameters()):
-        kept = source.tensor(family(model.config).disk_names(name, model.config)[0]).dtype if name.endswith(KEPT) else dtype
+        kept = source.tensor(disk_names(name, model.config)[0]).dtype if name.endswith(KEPT) else dtype
         value = torch.empty(parameter.shape, dtype=kept, device=device)
         _check_shapes(model, source, name, value)
         for disk, part in _slices(model, name, value):
             part.copy_(source.tensor(disk))
         _assign(model, name, value)
+    present = set(source.names())
+    for copy, original in copies(model.config).items():
+        if copy in present and not torch.equal(source.tensor(copy), source.tensor(original)):
+            raise CheckpointError(
+                f"{source.where}: tensor {copy!r} differs from {original!r}; etude's heads share the model's own, so set "
+                "num_nextn_predict_layers to 0 in config.json to load the model without them"
+            )
 
 
 def _check_shapes(model: Decoder, source: Source, name: str, value: Tensor) -> None:
@@ -195,14 +204,14 @@ def _check_shapes(model: Decoder, source: Source, name: str, value: Tensor) -> N
 def _slices(model: Decoder, name: str, value: Tensor) -> Iterator[tuple[str, Tensor]]:
     """Checkpoint tensors behind one parameter: itself, or the slices of a stack of experts."""
     parts = value.unbind() if value.dim() == 3 else (value,)
-    yield from zip(family(model.config).disk_names(name, model.config), parts, strict=True)
+    yield from zip(disk_names(name, model.config), parts, strict=True)
 
 
 def _check_names(model: Decoder, source: Source) -> None:
     """Refuse missing and unexpected tensors before anything is read."""
     shapes = {disk: list(part.shape) for disk, part in disk_tensors(model)}
     present = set(source.names())
-    present -= family(model.config).unused(present, model.config)
+    present -= family(model.config).unused(present, model.config) | copies(model.config).keys()
     missing = sorted(set(shapes) - present)
     if missing:
         more = f", and {len(missing) - 1} others" if len(missing) > 1 else ""

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from etude.disk import flush
 from etude.errors import CheckpointError
 from etude.events import read_events
 from etude.protocols import TaskSource, Trainer
@@ -23,7 +24,7 @@ from etude.records import Group, Task, from_dict, to_dict
 from etude.rollout.shards import read_groups, write_groups
 from etude.rollout.slots import Slots
 
-FORMAT = 1
+FORMAT = 2
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,13 +35,14 @@ class RunState:
     lineage: int
     next_admission: int
     trained: int
+    dropped: int
     again: list[tuple[int, Task]]
     ready: list[Group]
     curriculum: dict[str, Any]
     seed: int
 
     def restore(self, slots: Slots, tasks: TaskSource) -> None:
-        slots.restore(self.next_admission, self.trained, self.again, self.ready)
+        slots.restore(self.next_admission, self.trained, self.dropped, self.again, self.ready)
         tasks.restore(self.curriculum)
 
 
@@ -60,17 +62,18 @@ async def save(run: Path, step: int, *, lineage: int, seed: int, trainer: Traine
         "seed": seed,
         "next_admission": counters["next"],
         "trained": counters["trained"],
+        "dropped": counters["dropped"],
         "again": [[admission, to_dict(task)] for admission, task in counters["rolling"]],
         "curriculum": tasks.state(),
     }
     path = tmp / "state.json"
     path.write_text(json.dumps(state))
     for each in (*tmp.rglob("*"), tmp):
-        _flush(each)
+        flush(each)
     if final.exists():
         shutil.rmtree(final)
     os.rename(tmp, final)
-    _flush(final.parent)
+    flush(final.parent)
     for old in _steps(run)[:-keep]:
         shutil.rmtree(run / "checkpoints" / f"step-{old}")
     return final
@@ -113,6 +116,7 @@ def read(folder: Path) -> RunState:
             seed=state["seed"],
             next_admission=state["next_admission"],
             trained=state["trained"],
+            dropped=state["dropped"],
             again=[(admission, from_dict(task, Task)) for admission, task in state["again"]],
             ready=read_groups(folder / "groups"),
             curriculum=state["curriculum"],
@@ -127,11 +131,3 @@ def _steps(run: Path) -> list[int]:
         return []
     names = (p.name.removeprefix("step-") for p in folder.iterdir() if p.name.startswith("step-"))
     return sorted(int(n) for n in names if n.isdigit())
-
-
-def _flush(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -91,6 +91,9 @@ class Recorder:
             "group_ready", admission=group.admission, members=len(group.members), dropped=len(group.dropped), oldest=group.oldest_ordinal
         )
 
+    def group_dropped(self, group: Group, step: int, reason: str) -> None:
+        self.event("group_dropped", admission=group.admission, step=step, reason=reason)
+
     def step(self, step: int, report: StepReport, manifest: Manifest, served: Version, groups: Sequence[Group]) -> None:
         """One optimizer step is done and served. `step` is also the ordinal of the weights it started from."""
         for group in groups:

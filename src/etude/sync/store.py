@@ -18,6 +18,7 @@ from collections.abc import Coroutine
 from pathlib import Path
 from typing import Any, Protocol, TypeVar, runtime_checkable
 
+from etude.disk import flush
 from etude.errors import InfraError, IntegrityError, UserError
 from etude.protocols import Store
 
@@ -83,7 +84,7 @@ class FolderStore:
             self._write_file(temporary, data)
             os.replace(temporary, path)
             if self._durable:
-                _flush_folder(path.parent)
+                flush(path.parent)
         except OSError as error:
             _discard(temporary)
             raise InfraError(f"cannot write {path} ({len(data)} bytes): {error}; free space or fix permissions, then go on") from error
@@ -133,15 +134,6 @@ def _discard(path: Path) -> None:
     """Remove a temporary file; the error that led here is the one to report."""
     with contextlib.suppress(OSError):
         path.unlink()
-
-
-def _flush_folder(folder: Path) -> None:
-    """Make a rename survive a power cut."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 class MemoryStore:

@@ -10,6 +10,7 @@
     rl.py           RLTrainer: groups in, one optimizer step, a new version out
     documents.py    tokenised documents on disk, and rows of them
     pretrain.py     pretraining in phases
+    mtp.py          training the heads that predict further tokens; how often drafts would be accepted
     checkpoint.py   model/ and optim/ of a checkpoint, bit for bit
     provenance.py   base, licences, data, and the share of compute that was ours
     flops.py        counting operations

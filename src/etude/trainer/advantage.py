@@ -62,6 +62,11 @@ def silent(group: Group) -> bool:
     return len(rewards) >= 2 and all(r == rewards[0] for r in rewards)
 
 
+def signal(group: Group) -> bool:
+    """Whether some advantage of the group differs from 0."""
+    return len(kept(group)) >= 2 and not silent(group)
+
+
 def overlong(member: Graded) -> bool:
     """Whether the rollout was cut off by its token budget or its context window."""
     return member.trajectory.stop in OVERLONG

@@ -11,7 +11,7 @@ from typing import Literal
 
 from etude.config import config, live
 from etude.errors import ConfigError
-from etude.model.config import ModelConfig, Numerics, RouteFilter, RouteRule
+from etude.model.config import ModelConfig, Numerics, RopeScaling, RouteFilter, RouteRule
 from etude.optim.config import OptimConfig
 from etude.optim.schedules import ScheduleConfig
 
@@ -78,7 +78,7 @@ class RLConfig:
     """Rollouts that ran out of tokens or context: trained on like any other, or (ablation) left out of the loss."""
     silent: Literal["count", "drop"] = "count"
     """Groups whose rewards are all equal: counted in the normaliser (they are evidence of no preference), or left out of the step
-    altogether, KL included (DAPO's dynamic sampling without the refill, which needs other slots; see docs/corrections.md)."""
+    altogether, KL included (half of DAPO's dynamic sampling; the other half, further groups in their place, is `loop.refill`)."""
     normaliser: Literal["constant", "length", "tokens"] = "constant"
     """What a token's loss is divided by: C * rollouts (Dr. GRPO, arXiv 2503.20783: no length bias), rollouts * the rollout's own
     sampled tokens (GRPO, arXiv 2402.03300), or the sampled tokens of the step (DAPO, arXiv 2503.14476)."""
@@ -151,12 +151,29 @@ class PhaseConfig:
     lr: float = 3e-3
     schedule: ScheduleConfig = ScheduleConfig(kind="wsd", warmup=0.02, decay=0.3)
     optim: OptimConfig = OptimConfig(kind="muon", weight_decay=0.1)
+    trains: Literal["model", "heads", "all"] = "model"
+    """The model, its heads for further tokens on top of the model as it is, or both side by side. The heads' loss never moves the
+    model, so "all" trains the same model as "model"."""
+    head_loss: Literal["distil", "labels"] = "distil"
+    """What heads learn from: the model's own distribution (KL), since that is what accepts their drafts, or the text, for comparison."""
+    rope_theta: float = 0.0
+    """Base of the rotary embedding from this phase on; 0 keeps it. A phase of longer contexts needs slower waves: about theta times the
+    growth of the context, or a `rope_scaling`."""
+    rope_scaling: RopeScaling | None = None
+    """How rotary frequencies are stretched from this phase on; none keeps what was."""
+    max_positions: int = 0
+    """Longest context of the model from this phase on; 0 keeps it."""
+    probe: str = ""
+    """Document shards that show what this phase is for, never trained on. All phases' probes are read at the start of the run and at the
+    end of every phase, each at its own phase's length: `probes` of curve.json says what a phase taught and what it cost the others."""
 
     def __post_init__(self) -> None:
         if min(self.tokens, self.length, self.batch_tokens) < 1:
             raise ConfigError(f"phase {self.name!r}: tokens, length and batch_tokens must be positive")
         if self.length < 2:
             raise ConfigError(f"phase {self.name!r}: length is {self.length}; predicting a token needs at least 2")
+        if self.rope_theta < 0 or self.max_positions < 0:
+            raise ConfigError(f"phase {self.name!r}: rope_theta and max_positions must not be negative (0 keeps what was)")
 
 
 @config
@@ -168,6 +185,8 @@ class PretrainConfig:
     """Shape of a model to start from random weights; give this or `base`."""
     base: str = ""
     """Model to start from: a name (`etude model ls`) or a folder."""
+    add_heads: int = 0
+    """Heads for further tokens to give to a base that has none; a model from a [model] table has its `mtp_layers`."""
     tokenizer: str = ""
     """Folder whose tokenizer files go into every checkpoint; the base's own when empty."""
     held_out: str = ""
@@ -182,6 +201,8 @@ class PretrainConfig:
     """End the run after this many tokens in total, whatever the phases say; 0: no such limit."""
     row_tokens: int = 4096
     """Tokens of one forward; raise it on a GPU."""
+    router_bias_speed: float = 1e-3
+    """Sigmoid routers: how far each expert's bias moves after a step, towards an even load (DeepSeek-V3's value). 0 holds it still."""
     precision: Literal["float32", "bfloat16"] = "float32"
     """bfloat16 runs the forward under autocast; weights and optimizer stay float32."""
     save_dtype: DType = "bfloat16"
@@ -198,6 +219,10 @@ class PretrainConfig:
     def __post_init__(self) -> None:
         if self.processes < 1 or (self.processes > 1 and self.device != "cpu"):
             raise ConfigError(f"processes = {self.processes} with device = {self.device!r}; several processes share a step on CPU only")
+        if not 0 <= self.router_bias_speed < 1:
+            raise ConfigError(f"router_bias_speed is {self.router_bias_speed}; gates lie between 0 and 1, and so should it: 0.001 is usual")
+        if self.add_heads < 0 or (self.add_heads and not self.base):
+            raise ConfigError(f"add_heads = {self.add_heads}; it adds heads to a base, a [model] table sets mtp_layers instead")
         if not self.phases:
             raise ConfigError("a pretraining needs at least one [[phases]] table")
         if (self.model is None) == (not self.base):

@@ -16,18 +16,23 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
 
 from etude.errors import EtudeError
 from etude.model.cache import PagedCache, Plan, blocks_for
 from etude.model.config import RouteFilter
-from etude.model.transformer import Decoder
+from etude.model.linear import matmul, pad_rows, padded_rows
+from etude.model.transformer import Decoder, Output
 from etude.records import Batch
 from etude.trainer.config import RLConfig
 from etude.trainer.objectives import TokenInputs, k1_reward, objective
 
 LOGITS_AT_ONCE = 2**26
 """Elements of a logits matrix computed at once (256 MiB in float32); more are computed in chunks and again in the backward."""
+CE_LOGITS_AT_ONCE = 2**25
+"""The same of a cross-entropy, whose chunks are never computed again: smaller ones stay nearer to the cache, and each costs one pass
+over the output head's gradient."""
 
 
 class Divergence(EtudeError):
@@ -41,7 +46,7 @@ class Scores:
     logp_M: Tensor
     """float32 log-prob of each target, with gradient when the forward had one."""
     entropy_M: Tensor
-    """float32, without gradient; empty from a forward that was not exact."""
+    """float32, without gradient."""
     balance: Tensor
     load_LE: Tensor | None
     routes_NLK: Tensor | None
@@ -69,25 +74,36 @@ def targets(batch: Batch) -> np.ndarray:
     return np.flatnonzero((batch.rl_weight_N != 0) | (batch.hint_weight_N != 0) | (batch.ce_weight_N != 0))
 
 
-def score(
-    model: Decoder, batch: Batch, where_M: np.ndarray, *, replay: RouteFilter | None = None, exact: bool = True, block_size: int = 16
-) -> Scores:
-    """Forward over a row; log-probs of the tokens at `where_M` given what stands before them in their sequence.
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Ran:
+    """A row that went through the model: what came out, and what its heads need to go on."""
 
-    With `replay` the row's recorded routes that pass that filter are used; tokens without a record are routed freely.
-    `exact` takes the engine's own operations from logits to log-probs. Pretraining has no engine to agree with: without it the
-    softmax is fused and float32 (8,192 rows of 1,024 logits: 0.02 s instead of 0.3 s on one core).
-    """
+    ids_N: Tensor
+    plan: Plan
+    cache: PagedCache
+    output: Output
+
+
+def run_row(model: Decoder, batch: Batch, *, replay: RouteFilter | None = None, block_size: int = 16, heads: bool = False) -> Ran:
+    """Forward over a row. With `replay` the row's recorded routes that pass that filter are used; tokens without a record are routed
+    freely. `heads` makes room in the cache for the model's heads."""
     parameter = next(model.parameters())
     device = parameter.device
     lengths = [end - start for start, end in batch.bounds]
     ids_N = torch.tensor(batch.ids_N.astype(np.int64), device=device)
     routes_NLK = torch.tensor(batch.routes_NLK, device=device) if replay and batch.routes_NLK is not None else None
     route_filter = replay or RouteFilter()
-    cache = PagedCache(model.config, blocks_for(lengths, block_size), block_size, parameter.dtype, device, functional=True)
-    output = model(ids_N, Plan.packed(lengths, block_size, device), cache, routes_NLK=routes_NLK, route_filter=route_filter)
-    index_M = torch.tensor(where_M, device=device)
-    logp_M, entropy_M = log_probs(model, output.hidden_ND.index_select(0, index_M - 1), ids_N[index_M], exact=exact)
+    plan = Plan.packed(lengths, block_size, device)
+    cache = PagedCache(model.config, blocks_for(lengths, block_size), block_size, parameter.dtype, device, functional=True, heads=heads)
+    return Ran(ids_N=ids_N, plan=plan, cache=cache, output=model(ids_N, plan, cache, routes_NLK=routes_NLK, route_filter=route_filter))
+
+
+def score(model: Decoder, batch: Batch, where_M: np.ndarray, *, replay: RouteFilter | None = None, block_size: int = 16) -> Scores:
+    """Forward over a row; log-probs of the tokens at `where_M` given what stands before them in their sequence."""
+    ran = run_row(model, batch, replay=replay, block_size=block_size)
+    index_M = torch.tensor(where_M, device=ran.ids_N.device)
+    output = ran.output
+    logp_M, entropy_M = log_probs(model, output.hidden_ND.index_select(0, index_M - 1), ran.ids_N[index_M])
     return Scores(
         logp_M=logp_M,
         entropy_M=entropy_M,
@@ -98,16 +114,11 @@ def score(
     )
 
 
-def log_probs(
-    model: Decoder, hidden_MD: Tensor, ids_M: Tensor, *, exact: bool = True, at_once: int = LOGITS_AT_ONCE
-) -> tuple[Tensor, Tensor]:
-    """(log-prob of each id, entropy of its distribution when exact). Large vocabularies go in chunks, each recomputed in the backward."""
+def log_probs(model: Decoder, hidden_MD: Tensor, ids_M: Tensor, *, at_once: int = LOGITS_AT_ONCE) -> tuple[Tensor, Tensor]:
+    """(log-prob of each id, entropy of its distribution). Large vocabularies go in chunks, each recomputed in the backward."""
 
     def chunk(hidden: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
-        logits_MV = model.logits(hidden).float()
-        if exact:
-            return TargetLogProb.apply(logits_MV, ids)
-        return -F.cross_entropy(logits_MV, ids, reduction="none"), logits_MV.new_empty(0)
+        return TargetLogProb.apply(model.logits(hidden).float(), ids)
 
     rows = max(1, at_once // model.config.vocab_size)
     if len(ids_M) <= rows:
@@ -181,10 +192,59 @@ def rl_loss(scores: Scores, batch: Batch, where_M: np.ndarray, reference_M: Tens
     return loss, stats
 
 
-def ce_loss(scores: Scores, batch: Batch, where_M: np.ndarray) -> Tensor:
+def ce_loss(model: Decoder, ran: Ran, batch: Batch, *, at_once: int = CE_LOGITS_AT_ONCE) -> Tensor:
     """The `ce` stream's loss of a row, summed: -sum_t w_t log pi(x_t | x_<t)."""
-    weight_M = torch.tensor(batch.ce_weight_N[where_M], dtype=torch.float32, device=scores.logp_M.device)
-    return -(weight_M * scores.logp_M).sum()
+    where_M = np.flatnonzero(batch.ce_weight_N)
+    if not len(where_M):
+        return ran.output.hidden_ND.sum() * 0.0
+    index_M = torch.tensor(where_M, device=ran.ids_N.device)
+    weight_M = torch.tensor(batch.ce_weight_N[where_M], dtype=torch.float32, device=ran.ids_N.device)
+    head_VD = model.embed_tokens.weight if model.lm_head is None else model.lm_head.weight
+    loss: Tensor = HeadCrossEntropy.apply(ran.output.hidden_ND.index_select(0, index_M - 1), head_VD, ran.ids_N[index_M], weight_M, at_once)
+    return loss
+
+
+class HeadCrossEntropy(torch.autograd.Function):
+    """-sum_m w_m log softmax(h_m W^T)[id_m], with the gradients of h and W made in the forward.
+
+    The weights are known, so a chunk of logits is turned into its part of both gradients while it is there, and thrown away: nothing is
+    kept or computed again for the backward, and no more than one chunk of logits and its softmax exist at any time. Weights scale the
+    rows of h, not of the logits, so a chunk is passed over twice besides its three products.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, hidden_MD: Tensor, head_VD: Tensor, ids_M: Tensor, weight_M: Tensor, at_once: int) -> Tensor:
+        kind = hidden_MD.device.type
+        dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else hidden_MD.dtype
+        need_hidden, need_head = ctx.needs_input_grad[:2]
+        rows = padded_rows(max(1, at_once // len(head_VD)), invariant=False, device=hidden_MD.device)
+        loss = torch.zeros((), device=hidden_MD.device)
+        hidden_grads, head_grad = [], None
+        with torch.autocast(kind, enabled=False):
+            head = head_VD.to(dtype)
+            for hidden, ids, weight in zip(hidden_MD.to(dtype).split(rows), ids_M.split(rows), weight_M.split(rows), strict=True):
+                m = len(ids)
+                full = padded_rows(m, invariant=False, device=hidden.device)
+                logp = F.log_softmax(matmul(pad_rows(hidden, full), head, invariant=False).float(), -1)
+                loss -= (weight * logp[:m].gather(1, ids[:, None])[:, 0]).sum()
+                softmax = logp.exp_().to(dtype) if need_hidden or need_head else logp
+                if need_hidden:
+                    expected = matmul(softmax, head.t(), invariant=False)[:m]
+                    hidden_grads.append((expected.float() - head[ids].float()) * weight[:, None])
+                if need_head:
+                    weighted = hidden * weight[:, None].to(dtype)
+                    part = matmul(softmax.t(), pad_rows(weighted, full).t(), invariant=False).float()
+                    head_grad = part if head_grad is None else head_grad.add_(part)
+                    head_grad.index_add_(0, ids, weighted.float(), alpha=-1)
+        hidden_grad = torch.cat(hidden_grads).to(hidden_MD.dtype) if hidden_grads else None
+        ctx.save_for_backward(hidden_grad, None if head_grad is None else head_grad.to(head_VD.dtype))
+        return loss
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None, None, None]:
+        hidden_grad, head_grad = ctx.saved_tensors
+        return None if hidden_grad is None else hidden_grad * grad, None if head_grad is None else head_grad * grad, None, None, None
 
 
 def numpy(tensor: Tensor) -> np.ndarray:

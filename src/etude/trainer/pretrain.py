@@ -5,6 +5,8 @@ tokens) and the experts' load-balancing loss, and moves the weights with the pha
 documents is recorded against the operations spent, and a line is fitted to it over log compute (Composer 2 report, section 3.1:
 it falls log-linearly).
 
+A phase may train the model, the heads that predict further tokens on top of it (mtp.py), or both side by side.
+
 Invariants: everything follows from the config and the seed; a run that is killed and resumed from its last checkpoint gives the
 same weights, bit for bit, as one that was not; a checkpoint exists under its final name only when it is whole; a loss or
 gradient that is not finite stops the run before any weight changes. Optimizer state is carried into the next phase when both use the
@@ -16,8 +18,8 @@ Folder layout: <out>/checkpoints/step-N/{model/, optim/} and <out>/curve.json.
 from __future__ import annotations
 
 import contextlib
-import functools
 import json
+import math
 import shutil
 import time
 from collections.abc import Callable
@@ -32,8 +34,9 @@ from torch import Tensor
 from etude.config import resolved
 from etude.errors import CheckpointError, UserError
 from etude.model.config import ModelConfig
+from etude.model.families import PREFIX
 from etude.model.shelf import model_folder
-from etude.model.transformer import Decoder, rounded
+from etude.model.transformer import KEPT, Decoder, rounded
 from etude.model.weights import from_config, load_model
 from etude.optim.build import Optimizer, build_optimizer, clip_gradients
 from etude.optim.schedules import factor
@@ -43,22 +46,14 @@ from etude.trainer import provenance
 from etude.trainer.checkpoint import read_state, restore_tensors, save_checkpoint
 from etude.trainer.config import PhaseConfig, PretrainConfig
 from etude.trainer.documents import Documents, Rows, rows_of
-from etude.trainer.flops import TRAIN_FACTOR, forward_flops
-from etude.trainer.losses import ce_loss, load_entropy, require_finite, score, targets
+from etude.trainer.flops import TRAIN_FACTOR, forward_flops, head_flops
+from etude.trainer.losses import ce_loss, load_entropy, require_finite, run_row
+from etude.trainer.mtp import acceptance, head_loss
 from etude.trainer.ranks import Ranks, crew
 
 Progress = Callable[[dict[str, Any]], None]
 KEEP = 2
 """Checkpoints kept; older ones are removed after a newer one was committed."""
-NEWER: dict[str, Any] = {
-    "rope_scaling": None,
-    "latent": None,
-    "dense_layers": 0,
-    "route_groups": 1,
-    "route_groups_kept": 1,
-    "route_scale": 1.0,
-}
-"""Fields of ModelConfig that are younger than checkpoints in use, with the values that say nothing: so those still resume."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,6 +66,19 @@ class Point:
     flops: float
     loss: float
     """Nats per predicted token."""
+    accept: tuple[float, ...] = ()
+    """Share of each head's drafts that speculative sampling would accept; of phases that train heads."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Probe:
+    """One phase's probe, read at the end of some phase."""
+
+    after: str
+    """Phase that had just ended; empty at the start of the run."""
+    probe: str
+    """Phase it belongs to."""
+    loss: float
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,6 +89,7 @@ class PretrainResult:
     tokens: int
     flops: float
     curve: tuple[Point, ...]
+    probes: tuple[Probe, ...]
     weights: str
     """Content hash of the weights as saved."""
 
@@ -135,11 +144,14 @@ class _Run:
         self.documents = _all_documents(config, self.model)
         self.data_hashes = {path: documents.content_hash() for path, documents in self.documents.items()}
         self.held_out, self.held_out_hash = self._held_out_rows()
+        self.probe_rows = {p.name: self._rows_to_read(p.probe, p.length)[0] for p in config.phases if p.probe}
         self.base = provenance.read(model_folder(config.base)) if config.base else provenance.Provenance()
-        self.start_hash = weights_hash(self.params) if config.base else ""
+        given = {n: p for n, p in self.params.items() if not (config.add_heads and n.startswith(PREFIX))}
+        self.start_hash = weights_hash(given) if config.base else ""
         self.step, self.tokens, self.flops = 0, 0, 0.0
         self.saved = -1
         self.curve: tuple[Point, ...] = ()
+        self.probes: tuple[Probe, ...] = ()
         self._enter(0, None)
 
     # -- phases -----------------------------------------------------------------------------------------
@@ -148,8 +160,13 @@ class _Run:
         """Begin phase `index`; the state of the optimizer `before` it is carried over when its kind stays."""
         phase = self.config.phases[index]
         self.index, self.phase_tokens = index, 0
-        self.optimizer = build_optimizer(self.model, phase.optim)
-        if before is not None and before.kind == self.optimizer.kind:
+        for begun in self.config.phases[: index + 1]:
+            self.model.rescale(rope_theta=begun.rope_theta, rope_scaling=begun.rope_scaling, max_positions=begun.max_positions)
+        self.trained = _trained(self.params, phase)
+        for name, param in self.params.items():
+            param.requires_grad_(name in self.trained and not name.endswith(KEPT))
+        self.optimizer = build_optimizer(self.model, phase.optim, self.trained)
+        if before is not None and before.kind == self.optimizer.kind and before.params.keys() == self.trained.keys():
             self.optimizer.load_state_dict(before.state_dict())
         self.rows = Rows(
             self.documents[phase.data],
@@ -163,16 +180,26 @@ class _Run:
         self._write_curve()
         weights = read_state(folder)["weights"]
         return PretrainResult(
-            model=folder / "model", steps=self.step, tokens=self.tokens, flops=self.flops, curve=self.curve, weights=weights
+            model=folder / "model",
+            steps=self.step,
+            tokens=self.tokens,
+            flops=self.flops,
+            curve=self.curve,
+            probes=self.probes,
+            weights=weights,
         )
 
     def train(self) -> Path:
         """All that is left of the phases; returns the last checkpoint. What a rank other than 0 runs."""
+        if not self.step:
+            self._probe("")
         while True:
             phase = self.config.phases[self.index]
             while self.phase_tokens < phase.tokens and not self._spent():
                 self._train_step(phase)
             self._evaluate(phase)
+            if self.phase_tokens >= phase.tokens:
+                self._probe(phase.name)
             if self._spent() or self.index + 1 == len(self.config.phases):
                 return self.save()
             self._enter(self.index + 1, self.optimizer)
@@ -188,20 +215,26 @@ class _Run:
         tokens = sum(len(row.ids_N) for row in rows)
         where = f"phase {phase.name!r}, step {self.step + 1}"
         try:
-            loss, balance, load_LE = self._gradients(rows, tokens)
-            norm = clip_gradients(self.params, phase.optim.clip_norm)
+            loss, head, balance, load_LE = self._gradients(rows, tokens)
+            norms = [clip_gradients(part, phase.optim.clip_norm) for part in _parts(self.trained)]
+            norm = math.hypot(*norms)
             require_finite("the loss", loss, where)
             require_finite("the gradient norm", norm, where)
             lr = phase.lr * factor(phase.schedule, self.phase_tokens + tokens / 2, phase.tokens)
             self.optimizer.step(lr)
+            if load_LE is not None and self.model.config.sigmoid_router and phase.trains != "heads":
+                self.model.even_out(load_LE, self.config.router_bias_speed)
         finally:
-            self.optimizer.zero_grad()
+            for param in self.params.values():
+                param.grad = None
         self.step += 1
         self.tokens += tokens
         self.phase_tokens += tokens
-        self.flops += TRAIN_FACTOR * _forward_flops(self.model, rows)
+        self.flops += _step_flops(self.model.config, rows, phase)
         line: dict[str, Any] = {"phase": phase.name, "step": self.step, "tokens": self.tokens, "phase_tokens": self.phase_tokens}
         line |= {"phase_budget": phase.tokens, "loss": loss, "lr": lr, "grad_norm": norm, "flops": self.flops}
+        if phase.trains != "model":
+            line["head_loss"] = head
         if load_LE is not None:
             line |= {"balance": balance, "load_entropy": load_entropy(load_LE)}
         if self.step % self.config.eval_every == 0:
@@ -211,30 +244,37 @@ class _Run:
         if self.step % self.config.save_every == 0:
             self.save()
 
-    def _gradients(self, rows: list[Batch], tokens: int) -> tuple[float, float, Tensor | None]:
-        """Backward over all rows; (cross-entropy, balance, load). One device synchronisation for the whole step."""
+    def _gradients(self, rows: list[Batch], tokens: int) -> tuple[float, float, float, Tensor | None]:
+        """Backward over all rows; (cross-entropy, heads' loss, balance, load). One device synchronisation for the whole step."""
+        phase = self.config.phases[self.index]
         weight = self.model.config.balance_weight if self.model.config.moe else 0.0
         device = self.config.device
-        loss_sum, balance_sum = torch.zeros((), device=device), torch.zeros((), device=device)
+        loss_sum, head_sum, balance_sum = (torch.zeros((), device=device) for _ in range(3))
         load_LE: Tensor | None = None
         for row in self.ranks.share(rows):
-            where_M = targets(row)
             with self._precision():
-                scores = score(self.forward, row, where_M, exact=False)
-            loss, balance = ce_loss(scores, row, where_M), scores.balance * (len(row.ids_N) / tokens)
-            (loss + weight * balance if weight else loss).backward()
+                with torch.set_grad_enabled(phase.trains != "heads"):
+                    ran = run_row(self.forward, row, heads=phase.trains != "model")
+                    loss = ce_loss(self.model, ran, row)
+                head = head_loss(self.model, ran, row, phase.head_loss) if phase.trains != "model" else None
+            balance = ran.output.balance * (len(row.ids_N) / tokens)
+            if phase.trains != "heads":
+                (loss + weight * balance if weight else loss).backward()
+            if head is not None:
+                head.backward()
+                head_sum += head.detach()
             loss_sum += loss.detach()
             balance_sum += balance.detach()
-            if scores.load_LE is not None:
-                load_LE = scores.load_LE if load_LE is None else load_LE + scores.load_LE
+            if ran.output.load_LE is not None:
+                load_LE = ran.output.load_LE if load_LE is None else load_LE + ran.output.load_LE
         if load_LE is None and self.model.config.moe:
             load_LE = torch.zeros(self.model.config.moe_layers, self.model.config.experts, dtype=torch.int64, device=device)
         if self.ranks.count > 1:
             for p in self.params.values():
                 p.grad = torch.zeros_like(p) if p.grad is None else p.grad
             grads = [p.grad for p in self.params.values() if p.grad is not None]
-            self.ranks.sum_([*grads, loss_sum, balance_sum, *([] if load_LE is None else [load_LE])])
-        return loss_sum.item(), balance_sum.item(), load_LE
+            self.ranks.sum_([*grads, loss_sum, head_sum, balance_sum, *([] if load_LE is None else [load_LE])])
+        return loss_sum.item(), head_sum.item(), balance_sum.item(), load_LE
 
     def _precision(self) -> contextlib.AbstractContextManager[Any]:
         if self.config.precision == "float32":
@@ -247,8 +287,11 @@ class _Run:
         """Always the same rows, cut at the shortest phase's length, so that points of all phases compare; and the content hash."""
         if not self.config.held_out:
             return [], ""
-        length = min(p.length for p in self.config.phases)
-        documents = _documents(self.config.held_out, self.model, length)
+        return self._rows_to_read(self.config.held_out, min(p.length for p in self.config.phases))
+
+    def _rows_to_read(self, path: str, length: int) -> tuple[list[Batch], str]:
+        """The first `eval_tokens` of these documents, and the content hash of all."""
+        documents = _documents(path, self.model)
         pieces = documents.pieces(length)
         count = int(np.searchsorted(np.cumsum(pieces[:, 2] - pieces[:, 1]), self.config.eval_tokens)) + 1
         return rows_of(documents, pieces[:count], self.config.row_tokens), documents.content_hash()
@@ -260,19 +303,33 @@ class _Run:
             return None
         if self.curve and self.curve[-1].step == self.step:
             return self.curve[-1].loss
-        total = torch.zeros((), dtype=torch.float64)
-        for row in self.ranks.share(self.held_out):
-            where_M = targets(row)
-            with self._precision():
-                scores = score(self.forward, row, where_M, exact=False)
-            total += ce_loss(scores, row, where_M).item()
-        self.ranks.sum_([total])
-        loss = total.item()
-        self.curve = (*self.curve, Point(phase=phase.name, step=self.step, tokens=self.tokens, flops=self.flops, loss=loss))
+        loss = self._loss_of(self.held_out)
+        accept = tuple(a.sampled for a in acceptance(self.model, self.held_out)) if phase.trains != "model" else ()
+        point = Point(phase=phase.name, step=self.step, tokens=self.tokens, flops=self.flops, loss=loss, accept=accept)
+        self.curve = (*self.curve, point)
         return loss
 
+    @torch.no_grad()
+    def _loss_of(self, rows: list[Batch]) -> float:
+        """Nats per predicted token, over all ranks."""
+        total = torch.zeros((), dtype=torch.float64)
+        for row in self.ranks.share(rows):
+            with self._precision():
+                total += ce_loss(self.model, run_row(self.forward, row), row).item()
+        self.ranks.sum_([total])
+        return total.item()
+
+    def _probe(self, after: str) -> None:
+        """Read every phase's probe that the model's context holds by now, unless a resume finds it read."""
+        if any(p.after == after for p in self.probes):
+            return
+        for phase in self.config.phases:
+            if phase.probe and phase.length <= self.model.config.max_positions:
+                self.probes = (*self.probes, Probe(after=after, probe=phase.name, loss=self._loss_of(self.probe_rows[phase.name])))
+
     def _write_curve(self) -> None:
-        data = {"schema": 1, "points": [asdict(p) for p in self.curve], "fit": fit_log_compute(self.curve)}
+        points, probes = [asdict(p) for p in self.curve], [asdict(p) for p in self.probes]
+        data = {"schema": 1, "points": points, "fit": fit_log_compute(self.curve), "probes": probes}
         (self.out / "curve.json").write_text(json.dumps(data, indent=2) + "\n")
 
     # -- checkpoints ----------------------------------------------------------------------------------------
@@ -287,9 +344,9 @@ class _Run:
         plain["phases"] = plain["phases"][: index + 1]
         for name in ("stop_tokens", "save_every", "device", "tokenizer", "licence", "save_dtype", "base", "held_out"):
             plain.pop(name)
-        plain["model"] = hashed_model(self.config.model)
         for phase in plain["phases"]:
             phase["data"] = self.data_hashes[phase["data"]]
+            phase.pop("probe")
         return content_hash(plain, self.start_hash, self.held_out_hash)
 
     def save(self) -> Path:
@@ -315,6 +372,7 @@ class _Run:
             "phase_tokens": self.phase_tokens,
             "rows": self.rows.state,
             "curve": [asdict(p) for p in self.curve],
+            "probes": [asdict(p) for p in self.probes],
             "config_hash": self._config_hash(self.index),
             "weights": weights,
         }
@@ -356,40 +414,56 @@ class _Run:
         self.rows.restore(state["rows"])
         self.saved = state["step"]
         self.step, self.tokens, self.flops, self.phase_tokens = (state[k] for k in ("step", "tokens", "flops", "phase_tokens"))
-        self.curve = tuple(Point(**p) for p in state["curve"])
-
-
-def hashed_model(model: ModelConfig | None) -> dict[str, Any] | None:
-    """The model's fields as a checkpoint's config hash counts them: those of `NEWER` only where they say something."""
-    if model is None:
-        return None
-    return {name: value for name, value in resolved(model).items() if name not in NEWER or value != NEWER[name]}
+        self.probes = tuple(Probe(**p) for p in state["probes"])
+        self.curve = tuple(Point(**{**p, "accept": tuple(p["accept"])}) for p in state["curve"])
 
 
 def _starting_model(config: PretrainConfig) -> Decoder:
     if config.base:
-        return load_model(model_folder(config.base), dtype=torch.float32, device=config.device)
+        model = load_model(model_folder(config.base), dtype=torch.float32, device=config.device)
+        if config.add_heads:
+            model.add_heads(config.add_heads, seed_for(config.seed, "heads"))
+        return model
     assert config.model is not None
     return from_config(config.model, seed=seed_for(config.seed, "init"), dtype=torch.float32, device=config.device)
 
 
 def _all_documents(config: PretrainConfig, model: Decoder) -> dict[str, Documents]:
-    """Documents of all phases by path, each path read once and checked against the longest phase that reads it."""
-    lengths: dict[str, int] = {}
+    """Documents of all phases by path, each path read once; every phase's length is checked against the positions it will have."""
+    positions = model.config.max_positions
     for phase in config.phases:
-        lengths[phase.data] = max(phase.length, lengths.get(phase.data, 0))
-    return {path: _documents(path, model, length) for path, length in lengths.items()}
+        positions = phase.max_positions or positions
+        if phase.length > positions:
+            raise UserError(
+                f"phase {phase.name!r} has length {phase.length}, which exceeds the model's max_positions = {positions}; set the phase's "
+                "max_positions (and a rope_theta or rope_scaling that reach as far)"
+            )
+    return {path: _documents(path, model) for path in dict.fromkeys(phase.data for phase in config.phases)}
 
 
-def _documents(path: str, model: Decoder, length: int) -> Documents:
+def _documents(path: str, model: Decoder) -> Documents:
     documents = Documents(path)
     if documents.largest_id >= model.config.vocab_size:
         raise UserError(f"{path} has the token id {documents.largest_id}, the model's vocabulary ends at {model.config.vocab_size - 1}")
-    if length > model.config.max_positions:
-        raise UserError(f"length {length} for {path} exceeds the model's max_positions = {model.config.max_positions}")
     return documents
 
 
-def _forward_flops(model: Decoder, rows: list[Batch]) -> float:
-    count = functools.partial(forward_flops, model.config)
-    return sum(count(end - start) for row in rows for start, end in row.bounds)
+def _trained(params: dict[str, Tensor], phase: PhaseConfig) -> dict[str, Tensor]:
+    """What the phase's optimizer moves."""
+    parts = {"model": (False,), "heads": (True,), "all": (False, True)}[phase.trains]
+    found = {n: p for n, p in params.items() if n.startswith(PREFIX) in parts}
+    if True in parts and not any(n.startswith(PREFIX) for n in found):
+        raise UserError(f"phase {phase.name!r} trains heads and the model has none; set add_heads, or mtp_layers of [model]")
+    return found
+
+
+def _parts(trained: dict[str, Tensor]) -> list[dict[str, Tensor]]:
+    """The model's tensors and the heads': clipped apart, so that heads trained beside a model do not shorten its steps."""
+    heads = {n: p for n, p in trained.items() if n.startswith(PREFIX)}
+    return [{n: p for n, p in trained.items() if n not in heads}, heads]
+
+
+def _step_flops(config: ModelConfig, rows: list[Batch], phase: PhaseConfig) -> float:
+    lengths = [end - start for row in rows for start, end in row.bounds]
+    model = sum(forward_flops(config, n) for n in lengths) * (1 if phase.trains == "heads" else TRAIN_FACTOR)
+    return model + (TRAIN_FACTOR * sum(head_flops(config, n) for n in lengths) if phase.trains != "model" else 0.0)

@@ -27,6 +27,7 @@ import torch
 from torch import Tensor
 
 from etude.errors import CheckpointError, IntegrityError, UserError
+from etude.model.families import PREFIX
 from etude.model.transformer import Decoder, rounded
 from etude.model.weights import load_model
 from etude.optim.build import Optimizer, build_optimizer, clip_gradients
@@ -112,7 +113,8 @@ class RLTrainer:
         self.data, self.licence = tuple(data), licence
         self.store, self._given, self._publisher = str(store or ""), publisher, publisher
         self.policy = Policy(self.folder, config)
-        self.optimizer: Optimizer = build_optimizer(self.policy.model, config.optim, self.policy.master)
+        moved = {n: p for n, p in self.policy.master.items() if not n.startswith(PREFIX)}  # heads for drafts stay as they are
+        self.optimizer: Optimizer = build_optimizer(self.policy.model, config.optim, moved)
         self.steps = 0
         self.flops = {"rl": 0.0, "rollouts": 0.0}
         self.base = provenance.read(self.folder)

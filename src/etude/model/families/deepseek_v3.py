@@ -1,6 +1,7 @@
 """DeepSeek-V3 and what is built like it (Kimi-K2): latent attention, sigmoid router with groups: `DeepseekV3ForCausalLM`.
 
-Layers for predicting several tokens, which a checkpoint may carry behind the last one, are left out: a folder saved again has none.
+Layers for predicting several tokens (mtp.py) that a checkpoint carries and its config.json does not count are left out: a folder saved
+again has none.
 """
 
 from __future__ import annotations
@@ -24,8 +25,7 @@ def from_hf(data: Mapping[str, Any]) -> ModelConfig:
     refuse(data, "moe_layer_freq", 1)
     refuse(data, "scoring_func", "sigmoid")
     refuse(data, "topk_method", "noaux_tc")
-    for ignored in ("num_nextn_predict_layers", "num_mtp_layers"):
-        data.get(ignored)
+    data.get("num_mtp_layers")
     latent = Latent(
         kv_rank=required(data, "kv_lora_rank"),
         q_rank=data.get("q_lora_rank") or 0,
@@ -83,7 +83,7 @@ def to_hf(config: ModelConfig) -> dict[str, Any]:
         "scoring_func": "sigmoid",
         "topk_method": "noaux_tc",
         "moe_layer_freq": 1,
-        "num_nextn_predict_layers": 0,
+        "num_nextn_predict_layers": config.mtp_layers,
         "attention_bias": False,
     }
 
@@ -95,5 +95,5 @@ def disk_names(name: str, config: ModelConfig) -> list[str]:
 def unused(names: Iterable[str], config: ModelConfig) -> set[str]:
     """Tensors of the layers behind the last one that say by their own tensors what they are for."""
     extra = {name.removesuffix(PREDICTS) for name in names if name.endswith(PREDICTS)}
-    behind = {prefix for prefix in extra if int(prefix.rpartition(".")[2]) >= config.layers}
+    behind = {prefix for prefix in extra if int(prefix.rpartition(".")[2]) >= config.layers + config.mtp_layers}
     return {name for name in names if any(name.startswith(f"{prefix}.") for prefix in behind)}

@@ -170,6 +170,7 @@ def common_from_hf(data: Mapping[str, Any]) -> dict[str, Any]:
         "norm_eps": float(data.get("rms_norm_eps", 1e-6)),
         "tie_embeddings": bool(data.get("tie_word_embeddings", False)),
         "max_positions": max_positions,
+        "mtp_layers": int(data.get("num_nextn_predict_layers") or 0),
     }
 
 
@@ -188,6 +189,7 @@ def common_to_hf(config: ModelConfig) -> dict[str, Any]:
         "tie_word_embeddings": config.tie_embeddings,
         "max_position_embeddings": config.max_positions,
         "attention_dropout": 0.0,
+        **({"num_nextn_predict_layers": config.mtp_layers} if config.mtp_layers else {}),
     }
 
 
