@@ -6,11 +6,13 @@
     |   |-- RecordError               a stored record is malformed or of another schema version
     |   |-- CheckpointError           a checkpoint or model folder cannot be used
     |   |-- TaskError                 a task or a source of tasks is unusable
+    |   |-- ContextError              a prompt is longer than the model's window, or than the engine's memory
     |   `-- MissingExtra              an optional dependency is not installed
     |-- IntegrityError                bytes differ from what their hash promises; never retried silently
     `-- InfraError                    a machine broke; the rollout is masked, never scored as a wrong answer
         |-- SandboxError              a sandbox could not be made, or died
         |-- EngineError               the inference engine refused or lost a request
+        |   `-- BusyError             it has as many requests as it may have; the same request is fine later
         `-- DeadlineError             a wait ran out; names what was waited for
 
 A broken tool call by the model is none of these: it is a tool result (`records.ToolError`).
@@ -24,6 +26,7 @@ A broken tool call by the model is none of these: it is a tool result (`records.
 from __future__ import annotations
 
 import difflib
+import functools
 from collections.abc import Iterable
 
 
@@ -49,6 +52,17 @@ class CheckpointError(UserError):
 
 class TaskError(UserError):
     """A task folder or a source of tasks cannot be used."""
+
+
+class ContextError(UserError):
+    """A prompt is longer than what can be served. `limit` is in tokens; `memory` tells the engine's cache from the model's window."""
+
+    def __init__(self, message: str, *, limit: int, memory: bool = False) -> None:
+        super().__init__(message)
+        self.limit, self.memory = limit, memory
+
+    def __reduce__(self):
+        return functools.partial(type(self), limit=self.limit, memory=self.memory), self.args
 
 
 class MissingExtra(UserError):
@@ -77,6 +91,10 @@ class SandboxError(InfraError):
 
 class EngineError(InfraError):
     """The inference engine refused, lost or could not finish a request."""
+
+
+class BusyError(EngineError):
+    """The engine has as many requests as it may have. Nothing was computed; the same request is fine later."""
 
 
 class DeadlineError(InfraError):

@@ -119,6 +119,7 @@ def same(a: Generation, b: Generation) -> bool:
         and np.array_equal(a.logprob_T, b.logprob_T)
         and np.array_equal(a.logprob_t1_T, b.logprob_t1_T)
         and np.array_equal(a.version_T, b.version_T)
+        and np.array_equal(a.kept_T, b.kept_T)
         and (a.routes_PTLK is None) == (b.routes_PTLK is None)
         and (a.routes_PTLK is None or np.array_equal(a.routes_PTLK, b.routes_PTLK))
     )

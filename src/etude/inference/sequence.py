@@ -42,6 +42,7 @@ class Sequence:
         "finish",
         "id",
         "ids",
+        "kept",
         "key",
         "keys",
         "limit",
@@ -118,6 +119,8 @@ class Sequence:
         self.logprobs_t1: list[float] = []
         self.versions: list[Version] = []
         self.token_versions: list[int] = []
+        self.kept: list[bool] = []
+        """Of each sampled token: `pure` was False."""
         self.routes: np.ndarray | None = None
         """Rows recorded so far (positions 0, 1, ...): saved at a preemption, and at the end."""
 
@@ -131,6 +134,7 @@ class Sequence:
         self.ids.append(token)
         self.logprobs.append(logprob)
         self.logprobs_t1.append(logprob_t1)
+        self.kept.append(not self.pure)
         versions = self.versions
         self.token_versions.append(len(versions) - 1 if versions and versions[-1] is version else self._index(version))
 
@@ -155,6 +159,7 @@ def join(pieces: Iterable[Generation]) -> Generation:
     parts = list(pieces)
     last = parts[-1]
     routes = [part.routes_PTLK for part in parts if part.routes_PTLK is not None]
+    kept = [part.kept_T for part in parts if part.kept_T is not None]
     return Generation(
         id=last.id,
         ids=tuple(i for part in parts for i in part.ids),
@@ -165,5 +170,6 @@ def join(pieces: Iterable[Generation]) -> Generation:
         routes_PTLK=np.concatenate(routes) if routes else None,
         finish=last.finish,
         cached_tokens=last.cached_tokens,
+        kept_T=np.concatenate(kept) if len(kept) == len(parts) else None,
         seconds=last.seconds,
     )
