@@ -171,7 +171,7 @@ def test_a_prompt_of_200_000_tokens_goes_through_in_chunks_beside_one_that_decod
         engine = NativeEngine(
             Decoder(tiny).eval(), version=Version(lineage=0, ordinal=0, hash="0"), config=EngineConfig(num_blocks=14_000, token_budget=512)
         )
-        other = engine.generate_stream(GenerateRequest(id="other", ids=[1], sampling=Sampling(max_tokens=300)))
+        other = engine.generate_stream(GenerateRequest(id="other", ids=[1], sampling=Sampling(max_tokens=600)))
         await anext(other)
         ids = np.random.default_rng(0).integers(0, 64, 200_000).tolist()
         long = asyncio.create_task(engine.generate(GenerateRequest(id="long", ids=ids, sampling=Sampling(max_tokens=4))))

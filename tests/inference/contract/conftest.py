@@ -17,10 +17,12 @@ from etude.fakes import ScriptedEngine
 from etude.inference import naive
 from etude.inference.config import EngineConfig
 from etude.inference.engine import NativeEngine
+from etude.inference.http import HttpEngine
 from etude.model.config import ModelConfig
 from etude.model.transformer import Decoder
 from etude.protocols import Engine
 from etude.records import Manifest, Version
+from etude.serve.app import App
 from etude.sync.publish import Publisher
 from etude.text.tokenizer import ByteTokenizer
 
@@ -108,6 +110,18 @@ def scripted() -> World:
 async def opened(kind: str, folder: Path) -> AsyncIterator[World]:
     if kind == "fake":
         world = scripted()
+    elif kind == "http":
+        world = native(folder, ROUTED)
+        app, behind = App(world.engine, None, api_key="secret", contract=True), world.engine
+        port = await app.server.start("127.0.0.1", 0)
+        world.engine = HttpEngine(f"http://127.0.0.1:{port}", api_key_ref="env:CONTRACT_KEY")
+        try:
+            yield world
+        finally:
+            await world.engine.close()
+            assert await app.server.drain(10.0) == 0, "a request outlived its client"
+            await behind.close()
+        return
     else:
         world = native(folder, ROUTED if kind == "native moe" else SHAPE)
     try:
@@ -116,20 +130,22 @@ async def opened(kind: str, folder: Path) -> AsyncIterator[World]:
         await world.engine.close()
 
 
-KINDS = ["native", "native moe", "fake", "vllm"]
+KINDS = ["native", "native moe", "fake", "http", "vllm"]
 
 
 @pytest.fixture(params=KINDS)
-def play(request, tmp_path) -> Callable[[Callable[[World], Awaitable[None]]], None]:
+def play(request, tmp_path, monkeypatch) -> Callable[[Callable[[World], Awaitable[None]]], None]:
     """play(scene): run the coroutine function `scene` on a fresh world of this kind."""
     if request.param == "vllm":
         if importlib.util.find_spec("vllm") is None:
             pytest.skip("vllm is not installed")
         pytest.skip("etude has no vLLM engine yet; it joins this suite when it is written")
 
+    monkeypatch.setenv("CONTRACT_KEY", "secret")
+
     def run(scene: Callable[[World], Awaitable[None]]) -> None:
         async def main() -> None:
-            async with asyncio.timeout(120), opened(request.param, tmp_path) as world:
+            async with asyncio.timeout(60), opened(request.param, tmp_path) as world:
                 await scene(world)
 
         asyncio.run(main())
