@@ -43,6 +43,20 @@ EXAMPLES = {
         ["hi", "--seed", "2"],
         {"prompt": "hi", "model": "nano", "max_tokens": 512, "temperature": 0.2, "top_p": 0.9, "seed": 2},
     ),
+    "serve": (
+        ["--model", "smollm2-135m", "--port", "0", "--api-key", "env:KEY", "engine.max_running=8"],
+        {
+            "model": "smollm2-135m",
+            "host": "127.0.0.1",
+            "port": 0,
+            "api_key": "env:KEY",
+            "contract": False,
+            "drain": 30.0,
+            "device": "cpu",
+            "threads": 1,
+            "overrides": ["engine.max_running=8"],
+        },
+    ),
     "model add": (
         ["smollm2-135m", "--dtype", "float32", "--force"],
         {"source": "smollm2-135m", "name": None, "dtype": "float32", "force": True, "json": False},

@@ -38,9 +38,12 @@ CALLS = (
 
 def run(desk, scene, replies, *, key="", engine=None, **options):
     async def main():
-        async with asyncio.timeout(60), desk.served(engine or desk.scripted(replies, **options), api_key=key) as server:
-            async with openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key=key or "none", max_retries=0) as client:
-                await scene(client, server)
+        async with (
+            asyncio.timeout(60),
+            desk.served(engine or desk.scripted(replies, **options), api_key=key) as server,
+            openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key=key or "none", max_retries=0) as client,
+        ):
+            await scene(client, server)
 
     asyncio.run(main())
 
@@ -317,9 +320,14 @@ def test_an_engine_that_fails_in_the_middle_of_a_stream_is_an_error_event(desk):
 
     async def scene(client, server):
         text = ""
-        with pytest.raises(openai.APIError, match="lost its memory"):
+
+        async def read():
+            nonlocal text
             async for chunk in await client.chat.completions.create(model="scripted", messages=HELLO, stream=True):
                 text += chunk.choices[0].delta.content or ""
+
+        with pytest.raises(openai.APIError, match="lost its memory"):
+            await read()
         assert text == "long"
         assert (await server.engine.stats())["running"] == 0
 

@@ -1,5 +1,7 @@
 """However a sampled turn is cut into pieces, what comes out is what the renderer's parser says of the whole."""
 
+import itertools
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -13,14 +15,14 @@ ETUDE = ByteTokenizer()
 CHATML = ByteTokenizer(["<|im_start|>", "<|im_end|>", "<|endoftext|>"])
 RENDERERS = {"etude": EtudeRenderer(ETUDE), "chatml": ChatMLRenderer(CHATML)}
 WORDS = st.sampled_from(
-    ["a", "\n", "\n\n", "<", "<c", "<call", '<call name="grep">', "<x>", "</x>", "</call>", "<call\n", " ", "stop", "st", "\u00e9", "</think>",
-     "<think>", '<call name="run">\n<x>ls</x>\n</call>']
+    ["a", "\n", "\n\n", "<", "<c", "<call", '<call name="grep">', "<x>", "</x>", "</call>", "<call\n", " ", "stop", "st", "\u00e9",
+     "</think>", "<think>", '<call name="run">\n<x>ls</x>\n</call>']
 )  # fmt: skip
 
 
 def cut(ids, cuts):
     edges = sorted({0, len(ids), *(c % (len(ids) + 1) for c in cuts)})
-    return [ids[a:b] for a, b in zip(edges, edges[1:])]
+    return [ids[a:b] for a, b in itertools.pairwise(edges)]
 
 
 def play(renderer, tokenizer, pieces, **options):
