@@ -57,7 +57,7 @@ class TaskError(UserError):
 class ContextError(UserError):
     """A prompt is longer than what can be served. `limit` is in tokens; `memory` tells the engine's cache from the model's window."""
 
-    def __init__(self, message: str, *, limit: int, memory: bool = False) -> None:
+    def __init__(self, message: str, *, limit: int = 0, memory: bool = False) -> None:
         super().__init__(message)
         self.limit, self.memory = limit, memory
 

@@ -27,7 +27,8 @@ from minisweagent.models.litellm_model import LitellmModel
 model = LitellmModel(
     model_name="openai/scripted", model_kwargs={"api_base": sys.argv[1], "api_key": "none"}, cost_tracking="ignore_errors"
 )
-agent = DefaultAgent(model, LocalEnvironment(cwd=sys.argv[2]), system_template="You solve tasks.", instance_template="{{task}}", step_limit=5)
+environment = LocalEnvironment(cwd=sys.argv[2])
+agent = DefaultAgent(model, environment, system_template="You solve tasks.", instance_template="{{task}}", step_limit=5)
 print(json.dumps(agent.run("write a file")))
 """
 TURNS = [

@@ -30,11 +30,18 @@ class EngineConfig:
     """Keys and values of running requests at a weight swap. keep: no pause, a little off-policy (PipelineRL keeps them)."""
     max_waiting: int = 0
     """Requests in the queue at most; a further one is refused at once (BusyError, HTTP 429). 0: no limit, as a training run wants."""
+    speculation: Literal["off", "ngram"] = "off"
+    """Guess tokens by what followed the same tokens before, and confirm several in one step; the distribution does not change."""
+    draft_max: int = 8
+    """Tokens guessed at most for one sequence in one step."""
+    draft_rows: int = 16
+    """No guesses beyond this many tokens in a step, those who decode included: a row more is almost free while reading the weights
+    bounds the step, and costs a row once arithmetic does."""
     ageing_steps: int = 256
     """A request overtakes those one priority class better that arrive this many steps after it."""
 
     def __post_init__(self) -> None:
-        for name in ("block_size", "max_running", "token_budget", "ageing_steps"):
+        for name in ("block_size", "max_running", "token_budget", "ageing_steps", "draft_max"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"engine.{name} is {getattr(self, name)}; it must be at least 1")
         if self.token_budget < self.max_running:
@@ -42,7 +49,7 @@ class EngineConfig:
                 f"engine.token_budget = {self.token_budget} is below engine.max_running = {self.max_running}; every running "
                 "sequence needs a token a step: raise the first or lower the second"
             )
-        for name in ("num_blocks", "cache_bytes", "max_waiting"):
+        for name in ("num_blocks", "cache_bytes", "max_waiting", "draft_rows"):
             if getattr(self, name) < 0:
                 raise ConfigError(f"engine.{name} is {getattr(self, name)}; it cannot be negative")
         if not 0.0 <= self.memory_share <= 1.0:

@@ -41,6 +41,7 @@ from etude.inference.request import check_ids, check_request, check_temperature
 from etude.inference.runner import Runner, block_bytes
 from etude.inference.scheduler import Scheduler
 from etude.inference.sequence import Chunk, Sequence, State
+from etude.inference.speculation import make_drafter
 from etude.model.transformer import Decoder
 from etude.protocols import GenerateRequest, Generation, Scored
 from etude.records import Finish, Manifest, Sampling, Version
@@ -82,6 +83,7 @@ class NativeEngine:
         self._capacity = self.budget.tokens
         self._runner = self._make_runner()
         self._pool = BlockPool(self.budget.num_blocks)
+        self._drafter = make_drafter(config)
         self._scheduler = Scheduler(
             self._pool,
             root=root_key(version),
@@ -91,6 +93,8 @@ class NativeEngine:
             ageing_steps=config.ageing_steps,
             prefix_cache=config.prefix_cache,
             before_release=self._save_routes,
+            drafter=self._drafter,
+            draft_rows=config.draft_rows,
         )
         self._active: dict[str, Sequence] = {}
         self._deadlines = 0
@@ -98,7 +102,9 @@ class NativeEngine:
         self._driver: asyncio.Task[None] | None = None
         self._closed = False
         self._counts = dict.fromkeys(("requests", "sampled_tokens", "computed_tokens", "scored_tokens", "stale_tokens"), 0)
-        self._counts |= dict.fromkeys(("swaps", "healed", "failures", "cancelled", "expired", "refused"), 0)
+        self._counts |= dict.fromkeys(
+            ("swaps", "healed", "failures", "cancelled", "expired", "refused", "drafted_tokens", "accepted_tokens"), 0
+        )
         self._busy_s = self._pause_s = 0.0
 
     def _make_runner(self) -> Runner:
@@ -133,12 +139,12 @@ class NativeEngine:
             self._end(seq, Finish.DEADLINE)
 
     def _collect(self, chunks: list[Chunk], tokens: tuple[list[int], list[float], list[float]]) -> None:
-        """Give every due sequence its token, and end those that are done."""
+        """Give every due sequence its tokens, and end those that are done."""
         due = zip(*tokens)
-        version, counts = self._version, self._counts
+        counts = self._counts
         for seq, begin, end in chunks:
             seq.computed = end
-            counts["computed_tokens"] += end - begin
+            counts["computed_tokens"] += end - begin + len(seq.draft)
             if end < len(seq.ids):
                 continue
             if seq.scoring:
@@ -146,15 +152,37 @@ class NativeEngine:
                 self._end(seq, Finish.STOP)
                 continue
             token, logprob, logprob_t1 = next(due)
-            seq.note(token, logprob, logprob_t1, version)
+            seq.note(token, logprob, logprob_t1, self._version)
             counts["sampled_tokens"] += 1
             counts["stale_tokens"] += not seq.pure
+            if seq.draft:
+                token = self._confirm(seq, token, [next(due) for _ in seq.draft])
             if token in seq.stop_ids:
                 self._end(seq, Finish.STOP)
             elif len(seq.ids) >= seq.limit:
                 self._end(seq, Finish.LENGTH)
             elif seq.client.pieces is not None:
                 seq.client.pieces.put_nowait(self._piece(seq))
+
+    def _confirm(self, seq: Sequence, token: int, sampled: list[tuple[int, float, float]]) -> int:
+        """Take what was sampled behind each guess that came true. Returns the newest token."""
+        accepted = 0
+        for guess, (following, logprob, logprob_t1) in zip(seq.draft, sampled, strict=True):
+            if token != guess or token in seq.stop_ids:
+                break
+            accepted += 1
+            token = following
+            seq.note(token, logprob, logprob_t1, self._version)
+        seq.computed += accepted
+        counts = self._counts
+        counts["sampled_tokens"] += accepted
+        counts["stale_tokens"] += accepted * (not seq.pure)
+        counts["drafted_tokens"] += len(seq.draft)
+        counts["accepted_tokens"] += accepted
+        assert self._drafter is not None, "somebody guessed"
+        self._drafter.learn(seq, len(seq.draft), accepted)
+        seq.draft = []
+        return token
 
     async def _drive(self) -> None:
         """Step while there is work. A step that fails fails the requests in it; the engine goes on with later ones."""
@@ -252,6 +280,7 @@ class NativeEngine:
             "oldest_wait_s": time.monotonic() - oldest_s if oldest_s is not None else 0.0,
             "cache_hit_rate": scheduler.hit_tokens / scheduler.lookup_tokens if scheduler.lookup_tokens else 0.0,
             "cached_tokens": float(scheduler.hit_tokens),
+            "acceptance": self._counts["accepted_tokens"] / max(self._counts["drafted_tokens"], 1),
             "evictions": float(pool.evictions),
             "blocks_total": float(pool.total),
             "blocks_used": float(pool.used),

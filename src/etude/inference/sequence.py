@@ -38,6 +38,8 @@ class Sequence:
         "client",
         "computed",
         "deadline_s",
+        "draft",
+        "drafting",
         "filled",
         "finish",
         "id",
@@ -114,6 +116,10 @@ class Sequence:
         self.cached = 0
         """Prompt tokens served from the prefix cache at the first admission."""
         self.preemptions = 0
+        self.draft: list[int] = []
+        """Tokens that the step in progress also feeds behind `ids`, and that may turn out wrong."""
+        self.drafting: Any = None
+        """What the drafter remembers of this sequence."""
 
         self.logprobs: list[float] = []
         self.logprobs_t1: list[float] = []
@@ -147,7 +153,8 @@ class Sequence:
 
 
 class Chunk(NamedTuple):
-    """Positions [begin, end) of one sequence, computed in one step. `end == len(ids)` means a token is due."""
+    """Positions [begin, end) of one sequence, computed in one step. `end == len(ids)` means a token is due, and then
+    the positions of `seq.draft` behind it are computed too."""
 
     seq: Sequence
     begin: int

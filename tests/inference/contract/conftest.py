@@ -123,14 +123,14 @@ async def opened(kind: str, folder: Path) -> AsyncIterator[World]:
             await behind.close()
         return
     else:
-        world = native(folder, ROUTED if kind == "native moe" else SHAPE)
+        world = native(folder, ROUTED, speculation="ngram") if kind == "native moe, guessing" else native(folder, SHAPE)
     try:
         yield world
     finally:
         await world.engine.close()
 
 
-KINDS = ["native", "native moe", "fake", "http", "vllm"]
+KINDS = ["native", "native moe, guessing", "fake", "http", "vllm"]
 
 
 @pytest.fixture(params=KINDS)
