@@ -53,6 +53,7 @@ EXAMPLES = {
             "contract": False,
             "drain": 30.0,
             "device": "cpu",
+            "dtype": "auto",
             "threads": 1,
             "overrides": ["engine.max_running=8"],
         },
@@ -64,7 +65,7 @@ EXAMPLES = {
     "model ls": (["--json"], {"json": True}),
     "model rm": (["mine"], {"name": "mine", "json": False}),
     "doctor": (["--json"], {"json": True}),
-    "bench": (["house", "--quick"], {"name": "house", "device": "cpu", "quick": True, "write": False}),
+    "bench": (["house", "--quick"], {"name": "house", "device": "cpu", "quick": True, "model": None, "write": False}),
     "test": (["--all", "-k", "x"], {}),
 }
 DISPATCHED = [name for name in cli.COMMANDS if name != "test"]

@@ -13,13 +13,13 @@ the function returns an exit status or None:
     etude.launch:tasks_make(*, sources, out, count, seed, json)
     etude.launch:tasks_check(*, folder, json)
     etude.launch:generate(*, model, prompt, max_tokens, temperature, top_p, seed)
-    etude.launch:serve(*, model, host, port, api_key, contract, drain, device, threads, overrides)
+    etude.launch:serve(*, model, host, port, api_key, contract, drain, device, dtype, threads, overrides)
     etude.launch:model_add(*, source, name, dtype, force, json)
     etude.launch:model_ls(*, json)
     etude.launch:model_rm(*, name, json)
     etude.debug:mismatch(*, run, step, json, overrides)
     etude.doctor:main(*, json)
-    etude.bench:main(*, name, device, quick, write)
+    etude.bench:main(*, name, device, quick, model, write)
 
 Types: recipe, resume, name, suite, model, prompt, run, device, source, dtype, host, api_key: str (or None where optional); out, folder:
 Path; overrides, sources: tuple of str; seed, count, max_tokens, step, port, threads: int; temperature, top_p, drain: float; json, quick,
@@ -169,6 +169,9 @@ def _serve(parser: argparse.ArgumentParser) -> None:
         "--drain", type=float, default=30.0, metavar="S", help="seconds that requests in progress get at the end (default 30)"
     )
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument(
+        "--dtype", choices=("auto", "float32", "bfloat16"), default="auto", help="what is computed with (auto: bfloat16 where it is fast)"
+    )
     parser.add_argument("--threads", type=_positive, default=1, help="CPU threads of the engine (default 1)")
 
 
@@ -193,6 +196,7 @@ def _bench(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("name", metavar="NAME", help="benchmarks/bench_NAME.py")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--quick", action="store_true", help="the same things, smaller: at most a minute on two cores")
+    parser.add_argument("--model", help="a model that `etude model ls` shows, for benchmarks that take one (engine)")
     parser.add_argument("--write", action="store_true", help="also write benchmarks/results/NAME.DEVICE.json (full runs only)")
 
 

@@ -394,6 +394,7 @@ def serve(
     contract: bool = False,
     drain: float = 30.0,
     device: str = "cpu",
+    dtype: str = "auto",
     threads: int = 1,
     overrides: Sequence[str] = (),
 ) -> int:
@@ -408,7 +409,7 @@ def serve(
     if contract and not key and host not in ("127.0.0.1", "::1", "localhost"):
         raise UserError(f"--contract lets clients change the weights; at {host} it needs a key: --api-key env:NAME")
     setup = {"folder": str(model_folder(model)), "engine": build(EngineConfig, config["engine"], "engine."), "numerics": "fast"}
-    setup |= {"version": None, "device": device}
+    setup |= {"version": None, "device": device, "dtype": dtype}
     asyncio.run(_serve(model, setup, host, port, key, contract, drain, threads))
     return 0
 

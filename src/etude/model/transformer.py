@@ -27,7 +27,7 @@ from etude.model.attention import Attention, Layout
 from etude.model.cache import PagedCache, Plan
 from etude.model.config import ModelConfig, Numerics, RouteFilter
 from etude.model.latent import LatentAttention
-from etude.model.linear import MLP, Linear, RMSNorm, matmul, pad_rows, padded_rows
+from etude.model.linear import MLP, Linear, Packed, RMSNorm, matmul, packable, pad_rows, padded_rows
 from etude.model.moe import MoE, Replay, Routing, balance
 from etude.model.rope import Rope, Turn
 from etude.records import ABSENT_ROUTE, seed_for
@@ -94,6 +94,8 @@ class Decoder(nn.Module):
         self.norm = RMSNorm(config.hidden, config.norm_eps)
         self.lm_head = None if config.tie_embeddings else Linear(config.hidden, config.vocab_size, invariant=invariant)
         self._rope = Rope(config.rope_dim, config.rope_theta, config.rope_scaling)
+        self._packed: list[Packed] = []
+        self._packed_head: Packed | None = None
         if not self.norm.weight.is_meta:
             self.init_weights(0)
 
@@ -128,10 +130,30 @@ class Decoder(nn.Module):
             return Output(hidden_ND=hidden_ND, routes_NLK=None, balance=hidden_ND.new_zeros((), dtype=torch.float32), load_LE=None)
         return self._output(hidden_ND, routings, n)
 
+    def pack(self) -> None:
+        """For an engine: lay out weights for inference (linear.Packed). Nothing unless `numerics` is fast: the others promise that
+        trainer and engine compute alike."""
+        if self.numerics != "fast":
+            return
+        for module in self.modules():
+            if isinstance(module, (Attention, MLP)):
+                self._packed += [part for part in module.pack() if part is not None]
+        head = self.embed_tokens.weight if self.lm_head is None else self.lm_head.weight
+        if packable(head):
+            self._packed_head = Packed([head], [None])
+            self._packed.append(self._packed_head)
+
+    def weights_changed(self) -> None:
+        """Weights were changed in place: what was laid out from them is made again."""
+        for part in self._packed:
+            part.drop()
+
     def logits(self, hidden_MD: Tensor) -> Tensor:
         """float32 [M, V]."""
         weight = self.embed_tokens.weight if self.lm_head is None else self.lm_head.weight
         m, invariant = hidden_MD.shape[0], self.numerics == "invariant"
+        if self._packed_head is not None and not torch.is_grad_enabled():
+            return self._packed_head(hidden_MD)[0].float()
         rows = padded_rows(m, invariant=invariant, device=hidden_MD.device)
         return matmul(pad_rows(hidden_MD, rows), weight, invariant=invariant)[:m].float()
 
