@@ -40,6 +40,7 @@ BROKEN = [
     (b"POST /v1/completions HTTP/1.1\r\nContent-Length: -5\r\n\r\n", 400, "Content-Length"),
     (b"POST /v1/completions HTTP/1.1\r\nContent-Length: 99999\r\n\r\n", 413, "99999"),
     (b"POST /x HTTP/1.1\r\nTransfer-Encoding: chunked\r\n\r\nzz\r\n", 400, "hexadecimal"),
+    (b"POST /x HTTP/1.1\r\nTransfer-Encoding: chunked\r\nContent-Length: 3\r\n\r\n", 400, "twice"),
     (b"POST /x HTTP/1.1\r\nTransfer-Encoding: chunked\r\n\r\nfffff\r\n", 413, "bytes"),
     (b"GET / HTTP/1.1\r\nA: " + b"x" * (MAX_HEAD + 10) + b"\r\n\r\n", 431, "larger"),
     (b"GET /nowhere HTTP/1.1\r\nConnection: close\r\n\r\n", 404, "nothing at /nowhere"),

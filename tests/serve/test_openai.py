@@ -283,9 +283,9 @@ def test_a_full_engine_is_429_and_a_broken_one_503(desk):
         held = asyncio.create_task(client.chat.completions.create(model="scripted", messages=HELLO))
         while not (await server.engine.stats())["running"]:
             await asyncio.sleep(0.005)
-        for stream in (False, True):
+        for stream, n in ((False, 1), (True, 1), (False, 3), (True, 3)):
             with pytest.raises(openai.RateLimitError, match="come back later") as full:
-                await client.chat.completions.create(model="scripted", messages=HELLO, stream=stream)
+                await client.chat.completions.create(model="scripted", messages=HELLO, stream=stream, n=n)
             assert full.value.response.headers["retry-after"] == "1"
         server.engine.hold.set()
         assert (await held).choices[0].message.content == "ok"

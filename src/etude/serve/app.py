@@ -22,7 +22,7 @@ import logging
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
 from typing import Any
 
-from etude.errors import EtudeError
+from etude.errors import EtudeError, first_cause
 from etude.inference import wire
 from etude.protocols import Engine, Generation
 from etude.records import Manifest, from_dict, to_dict
@@ -116,12 +116,12 @@ class App:
 
     async def _run(self, job: Job) -> Response:
         if not job.stream:
-            async with asyncio.TaskGroup() if len(job.choices) > 1 else contextlib.nullcontext() as group:
-                if group is None:
-                    await self._whole(job.choices[0])
-                else:
+            try:
+                async with asyncio.TaskGroup() as group:
                     for choice in job.choices:
                         group.create_task(self._whole(choice))
+            except ExceptionGroup as errors:
+                raise first_cause(errors) from errors
             return json_response(job.answer())
         events = self._events(job)
         try:

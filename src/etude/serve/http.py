@@ -209,6 +209,8 @@ class HttpServer:
             raise HttpError(431, f"the head of the request is larger than {MAX_HEAD} bytes") from None
 
     async def _body(self, reader: asyncio.StreamReader, headers: Mapping[str, str]) -> bytes:
+        if "transfer-encoding" in headers and "content-length" in headers:
+            raise HttpError(400, "the request gives its length twice, by Content-Length and by Transfer-Encoding")
         if "chunked" in headers.get("transfer-encoding", "").lower():
             return await self._chunks(reader)
         text = headers.get("content-length", "0")
