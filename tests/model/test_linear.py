@@ -80,7 +80,7 @@ def test_a_packed_product_is_that_of_its_layers_and_follows_weights_that_change_
             parts[1].weight.copy_(torch.randn(16, 96))  # as a weight swap does
     assert together(packed, parts, x)[0].requires_grad, "training takes the layers themselves"
     parts[2].weight.detach().view(torch.uint8).numpy()[:] = 0  # behind torch's back
-    packed.drop()
+    packed.lay_out()
     with torch.inference_mode():
         third = together(packed, parts, x)[2]
     expected = torch.zeros_like(third) if parts[2].bias is None else parts[2].bias.expand_as(third)

@@ -132,7 +132,7 @@ class Packed:
     Measured on one core of an AMD CPU with AVX-512 (SmolLM2's shapes; CPU time): at 32 rows 136 GFLOP/s in float32 and 250 to 300 in
     bfloat16, where torch's linear has 57 to 72 and 210 to 240; at one row, which reading the weights bounds, 21 to 25 and 20 to 27 GB/s
     instead of 16 and 12 to 15. It costs a second copy of the weights. They are laid out again when a parameter has changed in place
-    since (torch counts that), and after `drop`, for changes that torch cannot see.
+    since (torch counts that), and by `lay_out`, for changes that torch cannot see.
     """
 
     def __init__(self, weights: Sequence[Tensor], biases: Sequence[Tensor | None]) -> None:
@@ -140,20 +140,20 @@ class Packed:
         assert len(given) in (0, len(weights)), "all have a bias, or none"
         self._weights, self._biases = list(weights), given
         self._widths = [weight.shape[0] for weight in weights]
-        self._made_of: list[tuple[int, int]] = []
-        self._weight: Tensor | None = None
-        self._bias: Tensor | None = None
+        self.lay_out()
 
-    def drop(self) -> None:
-        self._weight = self._bias = None
+    def lay_out(self) -> None:
+        whole = torch.cat([weight.detach() for weight in self._weights])
+        self._weight: Tensor = torch.ops.mkldnn._reorder_linear_weight(whole, PACKED_ROWS)
+        self._bias = torch.cat([bias.detach() for bias in self._biases]) if self._biases else None
+        self._made_of = self._state()
+
+    def _state(self) -> list[tuple[int, int]]:
+        return [(part.data_ptr(), part._version) for part in (*self._weights, *self._biases)]
 
     def __call__(self, x_NI: Tensor) -> tuple[Tensor, ...]:
-        now = [(part.data_ptr(), part._version) for part in (*self._weights, *self._biases)]
-        if self._weight is None or now != self._made_of:
-            whole = torch.cat([weight.detach() for weight in self._weights])
-            self._weight = torch.ops.mkldnn._reorder_linear_weight(whole, PACKED_ROWS)
-            self._bias = torch.cat([bias.detach() for bias in self._biases]) if self._biases else None
-            self._made_of = now
+        if self._state() != self._made_of:
+            self.lay_out()
         product: Tensor = torch.ops.mkldnn._linear_pointwise(x_NI, self._weight, self._bias, "none", [], "")
         return product.split(self._widths, -1) if len(self._widths) > 1 else (product,)
 

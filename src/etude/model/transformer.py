@@ -133,7 +133,7 @@ class Decoder(nn.Module):
     def pack(self) -> None:
         """For an engine: lay out weights for inference (linear.Packed). Nothing unless `numerics` is fast: the others promise that
         trainer and engine compute alike."""
-        if self.numerics != "fast":
+        if self.numerics != "fast" or self._packed:
             return
         for module in self.modules():
             if isinstance(module, (Attention, MLP)):
@@ -144,9 +144,9 @@ class Decoder(nn.Module):
             self._packed.append(self._packed_head)
 
     def weights_changed(self) -> None:
-        """Weights were changed in place: what was laid out from them is made again."""
+        """Weights were changed in place: what was laid out from them is laid out again."""
         for part in self._packed:
-            part.drop()
+            part.lay_out()
 
     def logits(self, hidden_MD: Tensor) -> Tensor:
         """float32 [M, V]."""
