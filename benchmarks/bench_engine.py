@@ -8,6 +8,12 @@ are counted; the time includes the prompts. Ours and the peer take turns, so tha
     mixed lengths 32    answers of 8 to 128 tokens: a static batch waits for its longest
     shared prompt 32    four prompts of eight rollouts each, as in RL: the engine computes each prompt once
     invariant 32        our batch-invariant mode against our fast mode: what bit-equality costs
+
+With `--model M`, tokens per second of that model as `etude serve` runs it (bfloat16 where the CPU multiplies it, float32 otherwise),
+against the faster of `transformers` in float32 and in bfloat16. vLLM joins the comparison when there is an engine for it.
+
+    decode 1, 32, 64    concurrent requests with short prompts and answers of equal length
+    repeating 1, guesses   one request whose text repeats, with speculation against without: what guessing gains where it can
 """
 
 from __future__ import annotations
@@ -27,8 +33,11 @@ import transformers
 import etude
 from etude.bench import Row
 from etude.inference.engine import EngineConfig, NativeEngine
+from etude.model import shelf
 from etude.model.config import ModelConfig, Numerics
+from etude.model.linear import bfloat16_is_fast
 from etude.model.weights import from_config, load_model, save_model
+from etude.parts import settle
 from etude.protocols import GenerateRequest
 from etude.records import Sampling, Version
 
@@ -81,16 +90,25 @@ def workloads(vocab: int, quick: bool) -> list[Work]:
 class Ours:
     """The native engine; a fresh one for every measurement, so that no prompt is in the cache of the one before."""
 
-    def __init__(self, folder: Path, device: str, numerics: Numerics) -> None:
-        self._model = load_model(folder, device=device, numerics=numerics)
+    def __init__(
+        self,
+        folder: Path,
+        device: str,
+        numerics: Numerics,
+        dtype: torch.dtype = torch.float32,
+        config: EngineConfig = EngineConfig(),
+        temperature: float = 1.0,
+    ) -> None:
+        self._model = load_model(folder, dtype=dtype, device=device, numerics=numerics)
+        self._config, self._temperature = config, temperature
 
     def __call__(self, work: Work) -> float:
         return asyncio.run(self._serve(work))
 
     async def _serve(self, work: Work) -> float:
-        engine = NativeEngine(self._model, version=VERSION, config=EngineConfig())
+        engine = NativeEngine(self._model, version=VERSION, config=self._config)
         requests = [
-            GenerateRequest(id=f"{i}", ids=ids, sampling=Sampling(max_tokens=count, seed=i))
+            GenerateRequest(id=f"{i}", ids=ids, sampling=Sampling(max_tokens=count, seed=i, temperature=self._temperature))
             for i, (ids, count) in enumerate(zip(work.prompts, work.counts, strict=True))
         ]
         begin = time.perf_counter()
@@ -104,9 +122,9 @@ class Ours:
 class Peer:
     """`transformers` generate on one batch that runs to its longest answer."""
 
-    def __init__(self, folder: Path, device: str) -> None:
+    def __init__(self, folder: Path, device: str, dtype: torch.dtype = torch.float32) -> None:
         self._device = device
-        self.model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).to(device).eval()
+        self.model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).to(device).eval()
 
     @torch.inference_mode()
     def __call__(self, work: Work) -> float:
@@ -145,8 +163,52 @@ def model_folder(scratch: Path) -> Path:
     return scratch
 
 
-def run(device: str, quick: bool) -> list[Row]:
+def decode_rows(folder: Path, device: str, quick: bool) -> list[Row]:
+    """The model as a server runs it, against `transformers` in the type it is faster in."""
+    rounds, prompt, answer = (1, 16, 8) if quick else (3, 32, 64)
+    served = torch.bfloat16 if device != "cpu" or bfloat16_is_fast() else torch.float32
+    ours = Ours(folder, device, "fast", served)
+    peers = {str(dtype).removeprefix("torch."): Peer(folder, device, dtype) for dtype in (torch.float32, torch.bfloat16)}
+    vocab = next(iter(peers.values())).model.config.vocab_size
+    rng = np.random.default_rng(0)
+    rows = []
+    for n in (1, 32, 64):
+        work = Work(name=f"decode {n}", prompts=rng.integers(0, vocab, (n, prompt)).tolist(), counts=[answer] * n)
+        mine, *theirs = rates(work, [ours, *peers.values()], rounds)
+        best, dtype = max(zip(theirs, peers, strict=True))
+        rows.append(
+            Row(
+                name=work.name,
+                unit="tokens/s",
+                ours=mine,
+                peer=best,
+                peer_name=f"transformers generate, {dtype}",
+                higher_is_better=True,
+            )
+        )
+    guessing = Ours(folder, device, "fast", served, EngineConfig(speculation="ngram"), temperature=0.0)
+    plain = Ours(folder, device, "fast", served, temperature=0.0)
+    phrase = rng.integers(0, vocab, 8).tolist()
+    work = Work(name="repeating 1, guesses", prompts=[phrase * 8], counts=[answer])
+    quick_rate, plain_rate = rates(work, [guessing, plain], rounds)
+    rows.append(
+        Row(
+            name=work.name,
+            unit="tokens/s",
+            ours=quick_rate,
+            peer=plain_rate,
+            peer_name="the same engine without speculation",
+            higher_is_better=True,
+        )
+    )
+    return rows
+
+
+def run(device: str, quick: bool, model: str | None = None) -> list[Row]:
     transformers.logging.set_verbosity_error()
+    if model is not None:
+        settle()
+        return decode_rows(shelf.model_folder(model), device, quick)
     rounds = 2 if quick else 7
     with tempfile.TemporaryDirectory() as scratch:
         folder = model_folder(Path(scratch))

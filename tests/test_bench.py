@@ -91,6 +91,16 @@ def test_a_peer_has_a_name_and_a_zero_gives_no_ratio():
     assert Row(name="a", unit="s", ours=2.0, peer=0.0, peer_name="x", higher_is_better=True).ratio is None
 
 
+def test_a_model_is_given_to_benchmarks_that_take_one(tmp_path, capsys):
+    (tmp_path / "bench_any.py").write_text(GOOD.replace("def run(device, quick):", "def run(device, quick, model=None):\n    print(model)"))
+    assert bench.main(name="any", model="nano", write=True, folder=tmp_path) == 0
+    assert "nano" in capsys.readouterr().out.splitlines()
+    assert (tmp_path / "results" / "any-nano.cpu.json").is_file()
+    (tmp_path / "bench_good.py").write_text(GOOD)
+    with pytest.raises(UserError, match="leave --model out"):
+        bench.main(name="good", model="nano", folder=tmp_path)
+
+
 def test_every_benchmark_of_the_repository_can_be_loaded():
     folder = bench.benchmarks_folder()
     names = [p.stem.removeprefix("bench_") for p in folder.glob("bench_*.py")]

@@ -43,6 +43,21 @@ EXAMPLES = {
         ["hi", "--seed", "2"],
         {"prompt": "hi", "model": "nano", "max_tokens": 512, "temperature": 0.2, "top_p": 0.9, "seed": 2},
     ),
+    "serve": (
+        ["--model", "smollm2-135m", "--port", "0", "--api-key", "env:KEY", "engine.max_running=8"],
+        {
+            "model": "smollm2-135m",
+            "host": "127.0.0.1",
+            "port": 0,
+            "api_key": "env:KEY",
+            "contract": False,
+            "drain": 30.0,
+            "device": "cpu",
+            "dtype": "auto",
+            "threads": 1,
+            "overrides": ["engine.max_running=8"],
+        },
+    ),
     "model add": (
         ["smollm2-135m", "--dtype", "float32", "--force"],
         {"source": "smollm2-135m", "name": None, "dtype": "float32", "force": True, "json": False},
@@ -70,7 +85,7 @@ EXAMPLES = {
     "env fork": (["e1", "--count", "2"], {"server": None, "env": "e1", "count": 2, "level": "L0", "ttl": 900.0, "json": False}),
     "env rm": (["e1", "e2", "--json"], {"server": None, "envs": ["e1", "e2"], "json": True}),
     "doctor": (["--json"], {"json": True}),
-    "bench": (["house", "--quick"], {"name": "house", "device": "cpu", "quick": True, "write": False}),
+    "bench": (["house", "--quick"], {"name": "house", "device": "cpu", "quick": True, "model": None, "write": False}),
     "test": (["--all", "-k", "x"], {}),
 }
 DISPATCHED = [name for name in cli.COMMANDS if name != "test"]

@@ -6,7 +6,8 @@ peer in the same run, so that the ratio holds on any machine. The last line of o
     {"bench", "device", "rows": [{"name", "unit", "ours", "peer", "peer_name", "ratio"}], "machine", "versions"}
 
 `ratio` > 1 means that ours is better, whatever the unit; `peer` and `ratio` are null where there is no peer.
-A full run with --write leaves the same object in benchmarks/results/NAME.DEVICE.json.
+A full run with --write leaves the same object in benchmarks/results/NAME.DEVICE.json. A benchmark whose `run` also takes `model` measures
+on any model that `etude model ls` shows: `--model M`, and the result is NAME-M.DEVICE.json.
 
     def run(device, quick):
         return [Row(name="decode", unit="tokens/s", ours=900.0, peer=300.0, peer_name="transformers", higher_is_better=True)]
@@ -16,6 +17,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import importlib.util
+import inspect
 import json
 import math
 import os
@@ -70,14 +72,18 @@ class Row:
         }
 
 
-def main(*, name: str, device: str = "cpu", quick: bool = False, write: bool = False, folder: Path | None = None) -> int:
+def main(
+    *, name: str, device: str = "cpu", quick: bool = False, write: bool = False, model: str | None = None, folder: Path | None = None
+) -> int:
     """Run a benchmark, print its table and, as the last line, its JSON object."""
     if write and quick:
         raise UserError("--write keeps full runs only; leave --quick out")
     folder = folder or benchmarks_folder()
     run = load_benchmark(folder, name)
     require_device(device)
-    rows = run(device, quick)
+    if model is not None and "model" not in inspect.signature(run).parameters:
+        raise UserError(f"benchmark {name!r} is not about a model of your choice; leave --model out")
+    rows = run(device, quick, **({"model": model} if model is not None else {}))
     if not rows or not all(isinstance(row, Row) for row in rows):
         raise EtudeError(f"benchmark {name!r} returned {rows!r:.80}; its run() should return a list of etude.bench.Row, at least one")
     result = {
@@ -89,7 +95,7 @@ def main(*, name: str, device: str = "cpu", quick: bool = False, write: bool = F
     }
     print(table(rows))
     if write:
-        path = folder / "results" / f"{name}.{device}.json"
+        path = folder / "results" / f"{name}{f'-{model}' if model else ''}.{device}.json"
         path.parent.mkdir(exist_ok=True)
         path.write_text(json.dumps(result, indent=2, allow_nan=False) + "\n")
         print(f"written: {path}")
@@ -104,7 +110,7 @@ def benchmarks_folder() -> Path:
     raise UserError("no benchmarks/ folder here; run `./etude bench` in a clone of the repository")
 
 
-def load_benchmark(folder: Path, name: str) -> Callable[[str, bool], Sequence[Row]]:
+def load_benchmark(folder: Path, name: str) -> Callable[..., Sequence[Row]]:
     """The `run` function of benchmarks/bench_NAME.py."""
     path = folder / f"bench_{name}.py"
     if not path.is_file():

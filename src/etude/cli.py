@@ -13,6 +13,7 @@ the function returns an exit status or None:
     etude.launch:tasks_make(*, sources, out, count, seed, json)
     etude.launch:tasks_check(*, folder, json)
     etude.launch:generate(*, model, prompt, max_tokens, temperature, top_p, seed)
+    etude.launch:serve(*, model, host, port, api_key, contract, drain, device, dtype, threads, overrides)
     etude.launch:model_add(*, source, name, dtype, force, json)
     etude.launch:model_ls(*, json)
     etude.launch:model_rm(*, name, json)
@@ -23,12 +24,12 @@ the function returns an exit status or None:
     etude.sandbox.service.commands:rm(*, server, envs, json)
     etude.debug:mismatch(*, run, step, json, overrides)
     etude.doctor:main(*, json)
-    etude.bench:main(*, name, device, quick, write)
+    etude.bench:main(*, name, device, quick, model, write)
 
-Types: recipe, resume, name, suite, model, prompt, run, device, source, dtype, listen, tls_cert, tls_key, server, env, command, level: str
-(or None where optional); out, folder, root, tokens: Path; overrides, sources: tuple of str; secret, endpoint, envs: list of str;
-seed, count, max_tokens, step: int; temperature, top_p, memory, drain, timeout, ttl: float; json, quick, write, force, network,
-insecure: bool.
+Types: recipe, resume, name, suite, model, prompt, run, device, source, dtype, listen, host, api_key, tls_cert, tls_key, server, env,
+command, level: str (or None where optional); out, folder, root, tokens: Path; overrides, sources: tuple of str; secret, endpoint, envs:
+list of str; seed, count, max_tokens, step, port, threads: int; temperature, top_p, memory, drain, timeout, ttl: float; json, quick,
+write, force, network, insecure, contract: bool.
 
 Exit status: 0 done, 1 etude failed, 2 the caller can fix it (`error: message` on stderr), 130 interrupted.
 ETUDE_TRACEBACK=1 shows where an error came from.
@@ -163,6 +164,23 @@ def _generate(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seed", type=_seed, default=0)
 
 
+def _serve(parser: argparse.ArgumentParser) -> None:
+    _overrides(parser)
+    parser.add_argument("--model", default="nano", help="a name that `etude model ls` shows, or a model folder (default nano)")
+    parser.add_argument("--host", default="127.0.0.1", help="address to listen at (default 127.0.0.1: this machine only)")
+    parser.add_argument("--port", type=_seed, default=8000, help="0 takes a free one (default 8000)")
+    parser.add_argument("--api-key", metavar="env:NAME", help="clients must send the key in this environment variable")
+    parser.add_argument("--contract", action="store_true", help="also serve the engine protocol under /engine/v1 (docs/engine-contract.md)")
+    parser.add_argument(
+        "--drain", type=float, default=30.0, metavar="S", help="seconds that requests in progress get at the end (default 30)"
+    )
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument(
+        "--dtype", choices=("auto", "float32", "bfloat16"), default="auto", help="what is computed with (auto: bfloat16 where it is fast)"
+    )
+    parser.add_argument("--threads", type=_positive, default=1, help="CPU threads of the engine (default 1)")
+
+
 def _model_add(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("source", metavar="SOURCE", help="smollm2-135m, hf:OWNER/NAME[@REVISION], a Hugging Face folder, or a GGUF file")
     parser.add_argument("--name", help="what to call it (a folder or a file needs this)")
@@ -229,6 +247,7 @@ def _bench(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("name", metavar="NAME", help="benchmarks/bench_NAME.py")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--quick", action="store_true", help="the same things, smaller: at most a minute on two cores")
+    parser.add_argument("--model", help="a model that `etude model ls` shows, for benchmarks that take one (engine)")
     parser.add_argument("--write", action="store_true", help="also write benchmarks/results/NAME.DEVICE.json (full runs only)")
 
 
@@ -262,6 +281,13 @@ COMMANDS: dict[str, Command] = {
         JUDGE, "SUITE --model M --out DIR", "score a model on a suite, with intervals", "etude.launch:evaluate", _eval, schema="eval"
     ),
     "generate": Command(JUDGE, "PROMPT [--model M]", "one answer from a model", "etude.launch:generate", _generate),
+    "serve": Command(
+        JUDGE,
+        "[--model M] [KEY=VALUE ...]",
+        "an OpenAI-compatible endpoint; overrides as engine.max_running=32",
+        "etude.launch:serve",
+        _serve,
+    ),
     "model add": Command(
         JUDGE, "SOURCE [--name N]", "put a model on the shelf, such as smollm2-135m", "etude.launch:model_add", _model_add, schema="models"
     ),

@@ -7,11 +7,13 @@
     |   |-- CheckpointError           a checkpoint or model folder cannot be used
     |   |-- TaskError                 a task or a source of tasks is unusable
     |   |-- PatchError                a patch is malformed, or does not fit the files
+    |   |-- ContextError              a prompt is longer than the model's window, or than the engine's memory
     |   `-- MissingExtra              an optional dependency is not installed
     |-- IntegrityError                bytes differ from what their hash promises; never retried silently
     `-- InfraError                    a machine broke; the rollout is masked, never scored as a wrong answer
         |-- SandboxError              a sandbox could not be made, or died
         |-- EngineError               the inference engine refused or lost a request
+        |   `-- BusyError             it has as many requests as it may have; the same request is fine later
         `-- DeadlineError             a wait ran out; names what was waited for
 
 A broken tool call by the model is none of these: it is a tool result (`records.ToolError`).
@@ -25,6 +27,7 @@ A broken tool call by the model is none of these: it is a tool result (`records.
 from __future__ import annotations
 
 import difflib
+import functools
 from collections.abc import Iterable
 
 
@@ -56,6 +59,17 @@ class PatchError(UserError):
     """A patch cannot be read, or does not fit the files it names. Nothing was changed."""
 
 
+class ContextError(UserError):
+    """A prompt is longer than what can be served. `limit` is in tokens; `memory` tells the engine's cache from the model's window."""
+
+    def __init__(self, message: str, *, limit: int = 0, memory: bool = False) -> None:
+        super().__init__(message)
+        self.limit, self.memory = limit, memory
+
+    def __reduce__(self):
+        return functools.partial(type(self), limit=self.limit, memory=self.memory), self.args
+
+
 class MissingExtra(UserError):
     """An optional dependency is needed for what was asked. `instead` tells of another way to get it."""
 
@@ -82,6 +96,10 @@ class SandboxError(InfraError):
 
 class EngineError(InfraError):
     """The inference engine refused, lost or could not finish a request."""
+
+
+class BusyError(EngineError):
+    """The engine has as many requests as it may have. Nothing was computed; the same request is fine later."""
 
 
 class DeadlineError(InfraError):

@@ -18,7 +18,7 @@ import dataclasses
 import inspect
 import posixpath
 import re
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,9 @@ import numpy as np
 
 from etude.agent.chat import EngineChat, TextChat
 from etude.agent.loop import AgentConfig
-from etude.errors import SandboxError, UserError
+from etude.errors import BusyError, EngineError, IntegrityError, SandboxError, UserError
+from etude.inference.request import check_ids, check_request, check_temperature
+from etude.inference.sequence import join
 from etude.loop import LoopConfig, Parts
 from etude.protocols import (
     Change,
@@ -42,7 +44,7 @@ from etude.protocols import (
     Scored,
     Session,
 )
-from etude.records import Boundary, Finish, Group, Level, Manifest, Message, Sampling, StepReport, Task, Version, content_hash
+from etude.records import ABSENT_ROUTE, Boundary, Finish, Group, Level, Manifest, Message, Sampling, StepReport, Task, Version, content_hash
 from etude.rewards.parts import RewardConfig
 from etude.rollout import checkpoint
 from etude.rollout.recorder import Recorder
@@ -434,17 +436,27 @@ class ScriptedEngine:
     """An engine that says what it is told. Special tokens in a text are meant; the stop token is added at its end.
 
     `current` may change, by `load` or by assignment, while a request is in flight: later tokens carry the new version. A log-prob at
-    temperature 1 is a fixed function of (token, position), so `score` agrees with `generate`.
+    temperature 1 is a fixed function of (token, position), so `score` agrees with `generate`. It keeps the engine contract
+    (tests/inference/contract), except that nothing ever waits: `limit` requests at once, and a further one is refused.
     """
 
     def __init__(
-        self, tokenizer: TextTokenizer, replies: Replies, *, version: Version | None = None, routes_LK: tuple[int, int] | None = None
+        self,
+        tokenizer: TextTokenizer,
+        replies: Replies,
+        *,
+        version: Version | None = None,
+        routes_LK: tuple[int, int] | None = None,
+        window: int = 1 << 20,
+        limit: int = 0,
     ) -> None:
         self._tokenizer = tokenizer
         self._replies: Callable[[str], str] | list[str] = replies if callable(replies) else list(replies)
         self._routes_LK = routes_LK
+        self._window, self._limit = window, limit
         self._cancelled: dict[str, asyncio.Event] = {}
-        self._sampled = 0
+        self._closed = False
+        self._sampled = self._swaps = 0
         self.current = version or Version(lineage=0, ordinal=0, hash="0" * 32)
         self.requests: list[tuple[str, int, Sampling]] = []
         """(id, prompt tokens, sampling) of every request."""
@@ -452,28 +464,40 @@ class ScriptedEngine:
         """While set to an event that is not set, requests wait before each token; they can still be cancelled."""
 
     async def generate(self, request: GenerateRequest) -> Generation:
-        steps = [step async for step in self._tokens(request)]
-        return self._generation(request, 0, [token for token, _ in steps if token], steps[-1][1])
+        return join([piece async for piece in self.generate_stream(request)])
 
     async def generate_stream(self, request: GenerateRequest) -> AsyncIterator[Generation]:
+        versions: dict[tuple[int, int, str], Version] = {}
         index = 0
-        async for token, finish in self._tokens(request):
-            yield self._generation(request, index, [token] if token else [], finish)
-            index += 1
+        tokens = self._tokens(request)
+        try:
+            async for token, finish in tokens:
+                if token:
+                    versions.setdefault(token[1].key, token[1])
+                yield self._generation(request, index, [token] if token else [], versions, None if token else finish)
+                index += 1
+        finally:
+            await tokens.aclose()
 
-    async def _tokens(self, request: GenerateRequest) -> AsyncIterator[tuple[tuple[int, Version] | None, Finish]]:
+    async def _tokens(self, request: GenerateRequest) -> AsyncGenerator[tuple[tuple[int, Version] | None, Finish]]:
         """One token at a time with the version that sampled it; at the end None and how it ended."""
+        self._check_open()
+        check_request(request, vocab=self._tokenizer.vocab_size, window=self._window)
         if request.id in self._cancelled:
             raise UserError(f"request {request.id!r} is in flight already; give every request an id of its own")
+        if self._limit and len(self._cancelled) >= self._limit:
+            raise BusyError(f"{self._limit} requests are in flight, as many as the scripted engine may have; come back later")
         clock = asyncio.get_running_loop().time
         deadline = None if request.deadline_s is None else clock() + request.deadline_s
         self.requests.append((request.id, len(request.ids), request.sampling))
         cancelled = self._cancelled[request.id] = asyncio.Event()
         try:
             ids = self._script(request)
-            finish = Finish.STOP if len(ids) <= request.sampling.max_tokens else Finish.LENGTH
-            for id in ids[: request.sampling.max_tokens]:
+            most = min(request.sampling.max_tokens, self._window - len(request.ids))
+            finish = Finish.STOP if len(ids) <= most else Finish.LENGTH
+            for id in ids[:most]:
                 await self._turn(cancelled, None if deadline is None else max(deadline - clock(), 0.0))
+                self._check_open()
                 late = deadline is not None and clock() >= deadline
                 if cancelled.is_set() or late:
                     finish = Finish.DEADLINE if late else Finish.CANCELLED
@@ -505,14 +529,22 @@ class ScriptedEngine:
             raise UserError("the scripted engine has no reply left; give it more texts")
         ids = self._tokenizer.encode_markup(text)
         stops = request.sampling.stop_ids
-        return ids if not stops or (ids and ids[-1] in stops) else [*ids, stops[0]]
+        first = next((i for i, id in enumerate(ids) if id in stops), len(ids))
+        return [*ids[: first + 1], *(stops[:1] if first == len(ids) else ())]
 
-    def _generation(self, request: GenerateRequest, index: int, tokens: Sequence[tuple[int, Version]], finish: Finish) -> Generation:
-        """Tokens from `index` of the answer on, as a generation of their own."""
+    def _generation(
+        self,
+        request: GenerateRequest,
+        index: int,
+        tokens: Sequence[tuple[int, Version]],
+        versions: Mapping[tuple[int, int, str], Version],
+        finish: Finish | None,
+    ) -> Generation:
+        """Tokens from `index` of the answer on, as a generation of their own. `versions`: of all its tokens so far, in order of use."""
         at = len(request.ids) + index
         at_t1 = np.array([_logprob(id, at + t) for t, (id, _) in enumerate(tokens)], np.float32)
-        versions = {version.key: version for _, version in tokens}
         order = list(versions)
+        routed = self._routes_LK is not None and request.routes
         return Generation(
             id=request.id,
             ids=tuple(id for id, _ in tokens),
@@ -520,24 +552,33 @@ class ScriptedEngine:
             logprob_t1_T=at_t1,
             version_T=np.array([order.index(version.key) for _, version in tokens], np.int16),
             versions=tuple(versions.values()),
-            routes_PTLK=self._routes(len(request.ids), index, len(tokens)),
+            routes_PTLK=self._routes(len(request.ids), index, len(tokens), last=finish is not None) if routed else None,
             finish=finish,
+            kept_T=np.zeros(len(tokens), bool),
         )
 
-    def _routes(self, prompt: int, index: int, count: int) -> np.ndarray | None:
-        """Rows of the tokens that were fed to sample these: the prompt for the first, and the token before for every other."""
-        if self._routes_LK is None:
-            return None
+    def _routes(self, prompt: int, index: int, count: int, *, last: bool) -> np.ndarray:
+        """Rows of the tokens that were fed to sample these: the prompt for the first, and the token before for every other. The last
+        piece also has the absent rows of what was never fed: the token sampled last, or the prompt when there was none."""
+        assert self._routes_LK is not None, "only asked of an engine with routes"
         first = prompt + index - 1 if index else 0
         rows = np.arange(first, prompt + index + count - 1 if count else first)[:, None, None] % 7
-        return np.broadcast_to(rows, (len(rows), *self._routes_LK)).astype(np.uint8)
+        absent = np.full((prompt + index + count - first - len(rows) if last else 0, *self._routes_LK), ABSENT_ROUTE, np.uint8)
+        return np.concatenate([np.broadcast_to(rows, (len(rows), *self._routes_LK)).astype(np.uint8), absent])
 
     async def score(self, ids: Sequence[int], *, temperature: float = 1.0) -> Scored:
+        self._check_open()
+        check_temperature(temperature)
+        ids = check_ids(ids, vocab=self._tokenizer.vocab_size, window=self._window)
         logprob_T = np.array([_logprob(id, t) if t else 0.0 for t, id in enumerate(ids)], np.float32) / np.float32(temperature)
         return Scored(logprob_T=logprob_T, routes_TLK=None, version=self.current)
 
     async def load(self, manifest: Manifest, source: str) -> Version:
+        self._check_open()
+        if manifest.base is not None and manifest.base.key != self.current.key:
+            raise IntegrityError(f"the delta to {manifest.version} is from {manifest.base}, and {self.current} is served; load an anchor")
         self.current = manifest.version
+        self._swaps += 1
         return self.current
 
     async def cancel(self, request_id: str) -> None:
@@ -545,14 +586,26 @@ class ScriptedEngine:
             self._cancelled[request_id].set()
 
     async def stats(self) -> dict[str, float]:
-        return {"requests": float(len(self.requests)), "running": float(len(self._cancelled)), "tokens": float(self._sampled)}
+        return {
+            "requests": float(len(self.requests)),
+            "running": float(len(self._cancelled)),
+            "waiting": 0.0,
+            "sampled_tokens": float(self._sampled),
+            "swaps": float(self._swaps),
+            "window": float(self._window),
+        }
 
     async def version(self) -> Version:
         return self.current
 
     async def close(self) -> None:
+        self._closed = True
         for event in self._cancelled.values():
             event.set()
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise EngineError("the engine was closed; make a new one")
 
 
 def _logprob(id: int, position: int) -> float:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json as jsonlib
 import os
+import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -16,7 +17,7 @@ from rich.syntax import Syntax
 
 import etude
 from etude import local
-from etude.config import apply_overrides, build, changed_fields, flat, load, resolved, write_resolved
+from etude.config import apply_overrides, build, changed_fields, flat, load, resolved, secret, write_resolved
 from etude.errors import TaskError, UserError, first_cause
 from etude.evals.report import as_terminal, read_facts, write_report
 from etude.evals.suite import Suite
@@ -375,6 +376,92 @@ def generate(*, model: str, prompt: str, max_tokens: int = 512, temperature: flo
         sys.stdout.flush()
         print(f"(cut at {max_tokens} tokens; --max-tokens gives more)", file=sys.stderr)
     return 0
+
+
+# ---------------------------------------------------------------------------------------------------
+# serve
+
+WAITING = 256
+"""Requests in a server's queue at most, unless engine.max_waiting says otherwise."""
+
+
+def serve(
+    *,
+    model: str = "nano",
+    host: str = "127.0.0.1",
+    port: int = 8000,
+    api_key: str | None = None,
+    contract: bool = False,
+    drain: float = 30.0,
+    device: str = "cpu",
+    dtype: str = "auto",
+    threads: int = 1,
+    overrides: Sequence[str] = (),
+) -> int:
+    """Serve a model until Ctrl-C or SIGTERM; requests in progress then get `drain` seconds, a second Ctrl-C ends them at once."""
+    from etude.inference.config import EngineConfig
+
+    config = apply_overrides({"engine": {"max_waiting": WAITING}}, overrides)
+    foreign = sorted(set(config) - {"engine"})
+    if foreign:
+        raise UserError(f"unknown config key {foreign[0]!r}; a server takes engine.NAME=VALUE, such as engine.max_running=32")
+    key = secret(api_key) if api_key else ""
+    if contract and not key and host not in ("127.0.0.1", "::1", "localhost"):
+        raise UserError(f"--contract lets clients change the weights; at {host} it needs a key: --api-key env:NAME")
+    setup = {"folder": str(model_folder(model)), "engine": build(EngineConfig, config["engine"], "engine."), "numerics": "fast"}
+    setup |= {"version": None, "device": device, "dtype": dtype}
+    asyncio.run(_serve(model, setup, host, port, key, contract, drain, threads))
+    return 0
+
+
+async def _serve(model: str, setup: dict[str, Any], host: str, port: int, key: str, contract: bool, drain: float, threads: int) -> None:
+    from etude.serve.app import App
+    from etude.serve.openai import Texts
+    from etude.text.renderer import choose_renderer
+    from etude.text.tokenizer import load_tokenizer
+
+    asked = asyncio.Event()
+    at_once = asyncio.Event()
+
+    def stop() -> None:
+        (at_once if asked.is_set() else asked).set()
+
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, stop)
+    tokenizer = load_tokenizer(Path(setup["folder"]))
+    renderer = choose_renderer(setup["folder"], tokenizer)
+    engine = await local.start("engine", "etude.parts:make_engine", setup, threads=threads)
+    try:
+        stats = await engine.stats()
+        name = Path(model).name if "/" in model else model
+        texts = Texts(model=name, tokenizer=tokenizer, renderer=renderer, window=int(stats["window"]))
+        app = App(engine, texts, api_key=key, contract=contract)
+        bound = await app.server.start(host, port)
+        print(
+            f"cache: {stats['cache_tokens']:,.0f} tokens in {stats['cache_bytes'] / 2**20:,.0f} MiB of "
+            f"{stats['free_bytes_at_start'] / 2**20:,.0f} MiB free; {stats['max_running']:.0f} sequences at once"
+        )
+        where = f"[{host}]" if ":" in host else host
+        print(f"serving {name} ({await engine.version()}) at http://{where}:{bound}/v1; Ctrl-C ends it", flush=True)
+        await asked.wait()
+        print(f"draining {app.server.in_progress} requests; Ctrl-C again ends them now", file=sys.stderr, flush=True)
+        await _drained(app, drain, at_once)
+    finally:
+        await engine.close()
+
+
+async def _drained(app: Any, drain: float, at_once: asyncio.Event) -> None:
+    """Drain, unless a second signal comes."""
+    draining, hurrying = asyncio.ensure_future(app.server.drain(drain)), asyncio.ensure_future(at_once.wait())
+    await asyncio.wait((draining, hurrying), return_when=asyncio.FIRST_COMPLETED)
+    hurrying.cancel()
+    if not draining.done():
+        draining.cancel()
+        await asyncio.gather(draining, return_exceptions=True)
+        draining = asyncio.ensure_future(app.server.drain(0.0))
+    cut = await draining
+    print(f"done{f'; {cut} requests were cut off' if cut else ''}", file=sys.stderr, flush=True)
 
 
 # ---------------------------------------------------------------------------------------------------

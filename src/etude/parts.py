@@ -110,7 +110,7 @@ def trainer_of(config: RunConfig) -> RLConfig:
 # The heavy parts. These functions import torch, and run in the process that needs it.
 
 
-def _settle() -> None:
+def settle() -> None:
     """Threads of this process, and memory that stays ours: glibc gives large blocks back to the kernel at once and takes the
     page faults again at the next tensor (decode of 32 sequences: 24.9 ms with its defaults, 8.7 ms without)."""
     import ctypes
@@ -126,20 +126,30 @@ def _settle() -> None:
 
 
 def make_engine(
-    *, folder: str, engine: EngineConfig, numerics: Numerics, version: Version | None, published: str = "bfloat16", device: str = "cpu"
+    *,
+    folder: str,
+    engine: EngineConfig,
+    numerics: Numerics,
+    version: Version | None,
+    published: str = "bfloat16",
+    device: str = "cpu",
+    dtype: str = "",
 ) -> Engine:
-    """The native engine on a model folder. Weights arrive in their `published` type and are computed with in float32 on CPU."""
+    """The native engine on a model folder. Weights arrive in their `published` type and are computed with in `dtype`: float32 on a CPU
+    and bfloat16 on a GPU unless said otherwise, as the trainer does; "auto" takes bfloat16 wherever the hardware multiplies it."""
     import torch
 
     from etude.inference.engine import NativeEngine
+    from etude.model.linear import bfloat16_is_fast
     from etude.model.transformer import rounded
     from etude.model.weights import load_model
     from etude.sync.chain import weights_hash
     from etude.sync.receive import Receiver
 
-    _settle()
-    dtype = torch.float32 if device == "cpu" else torch.bfloat16
-    model = load_model(Path(folder), dtype=dtype, device=device, numerics=numerics)
+    settle()
+    usual = "bfloat16" if device != "cpu" or (dtype == "auto" and bfloat16_is_fast()) else "float32"
+    compute = getattr(torch, usual if dtype in ("", "auto") else dtype)
+    model = load_model(Path(folder), dtype=compute, device=device, numerics=numerics)
     params = dict(model.named_parameters())
     wire = {name: rounded(name, p.detach(), getattr(torch, published)) for name, p in params.items()}
     found = weights_hash(wire)
@@ -171,7 +181,7 @@ def make_trainer(*, folder: str, trainer: RLConfig, store: str, data: tuple[str,
     """The RL trainer on a model folder. A resumed run then loads its checkpoint under a new lineage."""
     from etude.trainer.rl import RLTrainer
 
-    _settle()
+    settle()
     return RLTrainer(trainer, Path(folder), store=store, data=data)
 
 

@@ -43,6 +43,7 @@ class GenerateRequest:
     priority: int = 0
     """Lower runs first when memory is short."""
     deadline_s: float | None = None
+    """Seconds from now; then it ends with what it has and finish DEADLINE."""
     routes: bool = True
     """Return expert ids of every position (mixture-of-experts models)."""
 
@@ -67,6 +68,9 @@ class Generation:
     """How it ended; None in a piece of a stream that others follow."""
     cached_tokens: int = 0
     """Prompt tokens whose keys and values came from the prefix cache."""
+    kept_T: np.ndarray | None = None
+    """bool: the token was sampled over keys and values that older weights had computed and a swap kept. None where the engine does not
+    say. It cannot be told from version_T: a preemption in between computes them anew."""
     seconds: float = 0.0
 
 

@@ -80,7 +80,7 @@ def test_weights_that_change_in_flight_are_recorded_per_token(engine_chat, run):
         while not chat.engine.requests:
             await asyncio.sleep(0)
         chat.engine.hold.set()
-        while (await chat.engine.stats())["tokens"] < 2:
+        while (await chat.engine.stats())["sampled_tokens"] < 2:
             await asyncio.sleep(0)
         chat.engine.current = versions[1]
         await replying

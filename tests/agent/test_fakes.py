@@ -107,8 +107,9 @@ def test_a_scripted_engine_streams_what_it_generates(run):
         assert whole.finish is Finish.STOP
         assert whole.ids == tuple(i for p in pieces for i in p.ids)
         assert np.array_equal(whole.logprob_T, np.concatenate([p.logprob_T for p in pieces]))
-        assert whole.routes_PTLK.shape == (2 + 4 - 1, 2, 3)  # the last token has not been fed
-        assert whole.routes_PTLK[:, 0, 0].tolist() == [0, 1, 2, 3, 4]
+        assert whole.routes_PTLK.shape == (2 + 4, 2, 3)
+        assert whole.routes_PTLK[:, 0, 0].tolist() == [0, 1, 2, 3, 4, 255]  # the last token has not been fed
+        assert np.array_equal(whole.routes_PTLK, np.concatenate([p.routes_PTLK for p in pieces]))
         scored = await ScriptedEngine(TOKENIZER, []).score([*TOKENIZER.encode("hi"), *whole.ids])
         assert np.array_equal(scored.logprob_T[2:], whole.logprob_t1_T)
         assert (whole.logprob_T < 0).all()

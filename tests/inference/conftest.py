@@ -48,14 +48,23 @@ class ToyDecoder(nn.Module):
         self.calls: list[int] = []
         self.fail_at: int | None = None
         self.poison = False
+        self.strict = True
+        """Tables hold block 0 beyond a context's end. A guess that failed leaves a block of its own sequence there."""
 
     def forward(self, ids_N: Tensor, plan: Plan, cache: PagedCache) -> Output:
         self.calls.append(len(ids_N))
         if self.fail_at is not None and len(self.calls) >= self.fail_at:
             raise RuntimeError("out of memory")
+        if self.strict:
+            self._check_padding(plan, cache)
+        hash_N = (ids_N * 97 + plan.positions_N * 31 + int(self.salt.item()) * 1009 + 5) % 4093
+        return self._answer(hash_N, plan, cache)
+
+    def _check_padding(self, plan: Plan, cache: PagedCache) -> None:
         beyond_SB = torch.arange(plan.tables_SB.shape[1]) * cache.block_size >= torch.tensor(plan.lengths_S)[:, None]
         assert (plan.tables_SB[beyond_SB] == 0).all(), "a table is padded with blocks of somebody else"
-        hash_N = (ids_N * 97 + plan.positions_N * 31 + int(self.salt.item()) * 1009 + 5) % 4093
+
+    def _answer(self, hash_N: Tensor, plan: Plan, cache: PagedCache) -> Output:
         k_NHD = torch.stack([hash_N, plan.positions_N], 1)[:, None].to(self.salt.dtype)
         for layer in range(self.config.layers):
             keys_HQPD, _ = cache.write(layer, k_NHD, k_NHD, plan.slots_N)
@@ -119,6 +128,7 @@ def same(a: Generation, b: Generation) -> bool:
         and np.array_equal(a.logprob_T, b.logprob_T)
         and np.array_equal(a.logprob_t1_T, b.logprob_t1_T)
         and np.array_equal(a.version_T, b.version_T)
+        and np.array_equal(a.kept_T, b.kept_T)
         and (a.routes_PTLK is None) == (b.routes_PTLK is None)
         and (a.routes_PTLK is None or np.array_equal(a.routes_PTLK, b.routes_PTLK))
     )

@@ -5,7 +5,8 @@ import pytest
 import torch
 
 from etude.errors import EngineError, UserError
-from etude.inference.sampler import Params, check, logprobs, sample, uniform
+from etude.inference.request import check_sampling
+from etude.inference.sampler import Params, logprobs, sample, uniform
 from etude.records import Sampling
 
 
@@ -172,4 +173,4 @@ def test_broken_logits_are_an_error_not_a_token(bad, settings):
 )
 def test_parameters_that_define_nothing_are_refused(settings):
     with pytest.raises(UserError, match=next(iter(settings))):
-        check(Sampling(**settings))
+        check_sampling(Sampling(**settings), 50)

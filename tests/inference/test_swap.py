@@ -59,6 +59,7 @@ def test_requests_in_progress_go_on_and_every_token_carries_its_version(lab, pol
         assert len(generation.ids) == len(generation.version_T) == 20
         assert (np.diff(generation.version_T) >= 0).all()
         assert len({v.key for v in generation.versions}) == len(generation.versions)
+        assert generation.kept_T.any() == (policy == "keep" and len(generation.versions) > 1)
         if policy == "recompute" or len(generation.versions) == 1:
             replay(lab, request, generation)
 
@@ -75,6 +76,7 @@ def test_kept_keys_and_values_are_those_of_the_versions_that_computed_them(lab):
     request, got = asyncio.run(main())
     before = int((got.version_T == 0).sum())
     assert 0 < before < 20
+    assert got.kept_T.tolist() == [False] * before + [True] * (20 - before)
     # Position 8 + i was computed by the step that sampled token i; so salt 1 starts at position 8 + before.
     salts = [0] * (8 + before) + [1] * (20 - before)
     ids = [*request.ids, *got.ids]

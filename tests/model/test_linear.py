@@ -1,10 +1,12 @@
 """The two kernels behind `matmul` compute one function; padding and norm do what they say."""
 
+import itertools
+
 import pytest
 import torch
 import torch.nn.functional as F
 
-from etude.model.linear import ONEDNN_ROWS, RMSNorm, matmul, pad_rows, round_up, sigmoid_column
+from etude.model.linear import ONEDNN_ROWS, Linear, RMSNorm, matmul, pack, pad_rows, round_up, sigmoid_column, together
 
 
 @pytest.mark.parametrize("rows", [1, ONEDNN_ROWS - 1, ONEDNN_ROWS, 700])
@@ -53,3 +55,38 @@ def test_sigmoid_column():
     x = torch.linspace(-30, 30, 48).unsqueeze(1)
     torch.testing.assert_close(sigmoid_column(x), torch.sigmoid(x))
     assert torch.equal(sigmoid_column(x)[:16], sigmoid_column(x[:16]))
+
+
+@pytest.mark.parametrize("rows", [1, 5, 32, 200])
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_packed_product_is_that_of_its_layers_and_follows_weights_that_change_in_place(rows, bias, dtype):
+    torch.manual_seed(0)
+    parts = tuple(Linear(96, width, bias=bias, invariant=False).to(dtype) for width in (64, 16, 16))
+    for parameter in itertools.chain(*(part.parameters() for part in parts)):
+        torch.nn.init.normal_(parameter)
+    x = torch.randn(rows, 96).to(dtype)
+    packed = pack(*parts)
+    assert packed is not None
+    for _ in range(2):
+        with torch.inference_mode():
+            got = together(packed, parts, x)
+        for part, g in zip(parts, got, strict=True):
+            exact = F.linear(x.double(), part.weight.double(), None if part.bias is None else part.bias.double())
+            torch.testing.assert_close(
+                g.double(), exact, rtol=1e-2 if dtype == torch.bfloat16 else 1e-5, atol=0.3 if dtype == torch.bfloat16 else 1e-3
+            )
+        with torch.no_grad():
+            parts[1].weight.copy_(torch.randn(16, 96))  # as a weight swap does
+    assert together(packed, parts, x)[0].requires_grad, "training takes the layers themselves"
+    parts[2].weight.detach().view(torch.uint8).numpy()[:] = 0  # behind torch's back
+    packed.lay_out()
+    with torch.inference_mode():
+        third = together(packed, parts, x)[2]
+    expected = torch.zeros_like(third) if parts[2].bias is None else parts[2].bias.expand_as(third)
+    assert torch.equal(third, expected)
+
+
+def test_what_cannot_be_packed_stays_as_it_is():
+    assert pack(Linear(8, 8, invariant=False).to(torch.float64)) is None
+    assert pack(Linear(8, 8, invariant=False), Linear(8, 8, invariant=False).to("meta")) is None

@@ -22,8 +22,8 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import logging
 import math
-import operator
 import time
 from collections.abc import AsyncIterator, Callable
 from collections.abc import Sequence as Many
@@ -32,17 +32,21 @@ import numpy as np
 from torch import Tensor
 
 import etude
-from etude.errors import EngineError, UserError
-from etude.inference import naive, sampler
+from etude.errors import BusyError, EngineError, UserError
+from etude.inference import naive
 from etude.inference.blocks import BlockPool, root_key
+from etude.inference.budget import make_budget
 from etude.inference.config import EngineConfig
+from etude.inference.request import check_ids, check_request, check_temperature
 from etude.inference.runner import Runner, block_bytes
 from etude.inference.scheduler import Scheduler
 from etude.inference.sequence import Chunk, Sequence, State
+from etude.inference.speculation import make_drafter
 from etude.model.transformer import Decoder
 from etude.protocols import GenerateRequest, Generation, Scored
 from etude.records import Finish, Manifest, Sampling, Version
 
+_LOG = logging.getLogger(__name__)
 Apply = Callable[[dict[str, Tensor], Manifest, str], Version]
 """Changes the tensors of a state dict in place to what the manifest says, and returns the version. Stands in for `sync` in tests."""
 
@@ -67,18 +71,21 @@ class NativeEngine:
         self._model = model.eval()
         self._version = version
         self._apply = apply
-        self._bytes = block_bytes(model.config, config.block_size, next(model.parameters()).dtype)
-        num_blocks = config.num_blocks or config.cache_bytes // self._bytes
-        self._pool = BlockPool(num_blocks)
-        self._capacity = self._pool.total * config.block_size
-        self._window = model.config.max_positions
-        self._runner = Runner(
-            model,
-            num_blocks=num_blocks,
-            block_size=config.block_size,
-            max_running=config.max_running,
-            max_blocks=-(-min(self._window, self._capacity) // config.block_size),
+        if isinstance(model, Decoder):  # tests bring toys
+            model.pack()
+        parameter = next(model.parameters())
+        self._window, self._vocab = model.config.max_positions, model.config.vocab_size
+        self.budget = make_budget(
+            config,
+            block_bytes=block_bytes(model.config, config.block_size, parameter.dtype),
+            window=self._window,
+            device=parameter.device,
         )
+        _LOG.info("%s", self.budget)
+        self._capacity = self.budget.tokens
+        self._runner = self._make_runner()
+        self._pool = BlockPool(self.budget.num_blocks)
+        self._drafter = make_drafter(config)
         self._scheduler = Scheduler(
             self._pool,
             root=root_key(version),
@@ -88,6 +95,8 @@ class NativeEngine:
             ageing_steps=config.ageing_steps,
             prefix_cache=config.prefix_cache,
             before_release=self._save_routes,
+            drafter=self._drafter,
+            draft_rows=config.draft_rows,
         )
         self._active: dict[str, Sequence] = {}
         self._deadlines = 0
@@ -95,8 +104,22 @@ class NativeEngine:
         self._driver: asyncio.Task[None] | None = None
         self._closed = False
         self._counts = dict.fromkeys(("requests", "sampled_tokens", "computed_tokens", "scored_tokens", "stale_tokens"), 0)
-        self._counts |= dict.fromkeys(("swaps", "healed", "failures", "cancelled", "expired"), 0)
+        self._counts |= dict.fromkeys(
+            ("swaps", "healed", "failures", "cancelled", "expired", "refused", "drafted_tokens", "accepted_tokens"), 0
+        )
         self._busy_s = self._pause_s = 0.0
+
+    def _make_runner(self) -> Runner:
+        try:
+            return Runner(
+                self._model,
+                num_blocks=self.budget.num_blocks,
+                block_size=self.config.block_size,
+                max_running=self.config.max_running,
+                max_blocks=-(-min(self._window, self._capacity) // self.config.block_size),
+            )
+        except (MemoryError, RuntimeError) as error:  # torch has no one type for "cannot allocate"
+            raise EngineError(f"no memory for the engine's {self.budget}: {error}; lower engine.cache_bytes") from error
 
     # -- the step ------------------------------------------------------------------------------------
 
@@ -118,12 +141,12 @@ class NativeEngine:
             self._end(seq, Finish.DEADLINE)
 
     def _collect(self, chunks: list[Chunk], tokens: tuple[list[int], list[float], list[float]]) -> None:
-        """Give every due sequence its token, and end those that are done."""
+        """Give every due sequence its tokens, and end those that are done."""
         due = zip(*tokens)
-        version, counts = self._version, self._counts
+        counts = self._counts
         for seq, begin, end in chunks:
             seq.computed = end
-            counts["computed_tokens"] += end - begin
+            counts["computed_tokens"] += end - begin + len(seq.draft)
             if end < len(seq.ids):
                 continue
             if seq.scoring:
@@ -131,15 +154,37 @@ class NativeEngine:
                 self._end(seq, Finish.STOP)
                 continue
             token, logprob, logprob_t1 = next(due)
-            seq.note(token, logprob, logprob_t1, version)
+            seq.note(token, logprob, logprob_t1, self._version)
             counts["sampled_tokens"] += 1
             counts["stale_tokens"] += not seq.pure
+            if seq.draft:
+                token = self._confirm(seq, token, [next(due) for _ in seq.draft])
             if token in seq.stop_ids:
                 self._end(seq, Finish.STOP)
             elif len(seq.ids) >= seq.limit:
                 self._end(seq, Finish.LENGTH)
             elif seq.client.pieces is not None:
                 seq.client.pieces.put_nowait(self._piece(seq))
+
+    def _confirm(self, seq: Sequence, token: int, sampled: list[tuple[int, float, float]]) -> int:
+        """Take what was sampled behind each guess that came true. Returns the newest token."""
+        accepted = 0
+        for guess, (following, logprob, logprob_t1) in zip(seq.draft, sampled, strict=True):
+            if token != guess or token in seq.stop_ids:
+                break
+            accepted += 1
+            token = following
+            seq.note(token, logprob, logprob_t1, self._version)
+        seq.computed += accepted
+        counts = self._counts
+        counts["sampled_tokens"] += accepted
+        counts["stale_tokens"] += accepted * (not seq.pure)
+        counts["drafted_tokens"] += len(seq.draft)
+        counts["accepted_tokens"] += accepted
+        assert self._drafter is not None, "somebody guessed"
+        self._drafter.learn(seq, len(seq.draft), accepted)
+        seq.draft = []
+        return token
 
     async def _drive(self) -> None:
         """Step while there is work. A step that fails fails the requests in it; the engine goes on with later ones."""
@@ -179,9 +224,9 @@ class NativeEngine:
 
     async def score(self, ids: Many[int], *, temperature: float = 1.0) -> Scored:
         """Log-prob of each of the given ids after those before it, under one version."""
-        if not 0.0 < temperature < math.inf:
-            raise UserError(f"score needs a temperature above 0, got {temperature}")
-        known = self._known(ids, room=0)
+        self._check_open()
+        check_temperature(temperature)
+        known = check_ids(ids, vocab=self._vocab, window=self._window, capacity=self._capacity)
         seq = Sequence(
             id=f"score {next(self._names)}",
             ids=known,
@@ -210,6 +255,8 @@ class NativeEngine:
         self._check_open()
         begin_s = time.monotonic()
         version = self._receive(manifest, source)
+        if isinstance(self._model, Decoder):
+            self._model.weights_changed()
         if version.key != self._version.key:
             self._version = version
             self._scheduler.swap(root_key(version), recompute=self.config.cache_policy == "recompute")
@@ -237,13 +284,17 @@ class NativeEngine:
             "oldest_wait_s": time.monotonic() - oldest_s if oldest_s is not None else 0.0,
             "cache_hit_rate": scheduler.hit_tokens / scheduler.lookup_tokens if scheduler.lookup_tokens else 0.0,
             "cached_tokens": float(scheduler.hit_tokens),
+            "acceptance": self._counts["accepted_tokens"] / max(self._counts["drafted_tokens"], 1),
             "evictions": float(pool.evictions),
             "blocks_total": float(pool.total),
             "blocks_used": float(pool.used),
             "blocks_idle": float(pool.idle),
-            "block_bytes": float(self._bytes),
-            "cache_bytes": float(self._bytes * (pool.total + 1)),
+            "block_bytes": float(self.budget.block_bytes),
+            "cache_bytes": float(self.budget.cache_bytes),
             "cache_tokens": float(self._capacity),
+            "free_bytes_at_start": float(self.budget.free_bytes),
+            "window": float(self._window),
+            "max_running": float(self.config.max_running),
             "cache_keeps_stale": float(self.config.cache_policy == "keep"),
         }
 
@@ -258,10 +309,10 @@ class NativeEngine:
     # -- from request to sequence and back -----------------------------------------------------------
 
     def _enter(self, request: GenerateRequest, *, streaming: bool) -> Sequence:
-        sampler.check(request.sampling)
+        self._check_open()
+        ids = check_request(request, vocab=self._vocab, window=self._window, capacity=self._capacity)
         if request.id in self._active:
             raise UserError(f"a request with id {request.id!r} is in progress; give every request its own id")
-        ids = self._known(request.ids, room=1)
         now_s = time.monotonic()
         seq = Sequence(
             id=request.id,
@@ -273,34 +324,19 @@ class NativeEngine:
             deadline_s=math.inf if request.deadline_s is None else now_s + request.deadline_s,
             wants_routes=request.routes,
         )
-        self._counts["requests"] += 1
         self._submit(seq, _Client(streaming=streaming))
+        self._counts["requests"] += 1
         return seq
-
-    def _known(self, ids: Many[int], *, room: int) -> list[int]:
-        """The given ids, checked. `room`: tokens of the window that must stay free."""
-        self._check_open()
-        try:
-            known = list(map(operator.index, ids))
-        except TypeError as error:
-            raise UserError(f"token ids must be integers: {error}") from error
-        if not known:
-            raise UserError("the prompt is empty; give at least one token id")
-        vocab = self._model.config.vocab_size
-        if min(known) < 0 or max(known) >= vocab:
-            bad = next(i for i in known if not 0 <= i < vocab)
-            raise UserError(f"token id {bad} is outside the vocabulary of {vocab}; was another tokenizer used?")
-        if len(known) + room > self._window:
-            raise UserError(f"{len(known)} tokens do not fit the model's window of {self._window}; shorten or compact the context")
-        if len(known) > self._capacity:
-            raise UserError(f"{len(known)} tokens do not fit the cache of {self._capacity} tokens; raise engine.cache_bytes")
-        return known
 
     def _check_open(self) -> None:
         if self._closed:
             raise EngineError("the engine is closed; make a new one")
 
     def _submit(self, seq: Sequence, client: _Client) -> None:
+        waiting, most = self._scheduler.num_waiting, self.config.max_waiting
+        if most and waiting >= most:
+            self._counts["refused"] += 1
+            raise BusyError(f"{waiting} requests wait already, as many as engine.max_waiting allows; come back later, or raise it")
         seq.client = client
         self._active[seq.id] = seq
         self._deadlines += seq.deadline_s < math.inf
@@ -396,6 +432,7 @@ class NativeEngine:
             logprob_T=np.array(seq.logprobs[begin:], np.float32),
             logprob_t1_T=np.array(seq.logprobs_t1[begin:], np.float32),
             version_T=np.array(seq.token_versions[begin:], np.int16),
+            kept_T=np.array(seq.kept[begin:], bool),
             versions=tuple(seq.versions),
             routes_PTLK=self._routes(seq, row, len(seq.ids) if end_row is None else end_row) if wanted else None,
             finish=seq.finish,

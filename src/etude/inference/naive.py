@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from etude.inference import sampler
+from etude.inference.request import check_sampling
 from etude.model.cache import PagedCache, Plan, blocks_for
 from etude.model.transformer import Decoder, Output
 from etude.protocols import GenerateRequest, Generation, Scored
@@ -24,7 +25,7 @@ from etude.records import Finish, Version
 def generate(model: Decoder, request: GenerateRequest, version: Version, *, block_size: int = 16) -> Generation:
     """What `NativeEngine.generate` must return for the same request, except for cached_tokens and seconds."""
     begin_s = time.monotonic()
-    sampler.check(request.sampling)
+    check_sampling(request.sampling, model.config.vocab_size)
     ids = list(request.ids)
     limit = min(len(ids) + request.sampling.max_tokens, model.config.max_positions)
     params = sampler.Params.empty(1)
@@ -50,6 +51,7 @@ def generate(model: Decoder, request: GenerateRequest, version: Version, *, bloc
         versions=(version,),
         routes_PTLK=_with_absent(output.routes_NLK, model.config.absent_route) if request.routes else None,
         finish=finish,
+        kept_T=np.zeros(len(logprobs), bool),
         seconds=time.monotonic() - begin_s,
     )
 

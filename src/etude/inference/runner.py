@@ -57,13 +57,13 @@ class Runner:
     @torch.inference_mode()
     def run(self, chunks: list[Chunk]) -> tuple[list[int], list[float], list[float]]:
         """Compute all chunks. Returns token, log-prob and log-prob at temperature 1 for each generating chunk that
-        reaches the end of its sequence, in order; scores of scoring chunks go to `seq.logprobs`."""
+        reaches the end of its sequence, and for each token of its draft, in order; scores of scoring chunks go to `seq.logprobs`."""
         ids_N, plan, rows_S = self._plan(chunks)
         output = self.model(ids_N, plan, self.cache)
         if output.routes_NLK is not None:
             self._routes_QLK.index_copy_(0, plan.slots_N, _storable(output.routes_NLK))
         due = [i for i, (seq, _, end) in enumerate(chunks) if end == len(seq.ids) and not seq.scoring]
-        sampled = self._sample(output, plan, rows_S, due)
+        sampled = self._sample(output, plan, rows_S, due, [len(chunks[i].seq.draft) for i in due])
         for i, chunk in enumerate(chunks):
             if chunk.seq.scoring:
                 self._score(output.hidden_ND, chunk, plan.starts_S1[i])
@@ -91,13 +91,13 @@ class Runner:
                 self._fill_row(seq)
             rows.append(seq.row)
             begins.append(begin)
-            ends.append(end)
+            ends.append(end + len(seq.draft))
         rows_S = np.array(rows)
         owners_N, positions_N, starts_S1 = rows_S, np.array(begins), list(range(len(rows) + 1))
         if sum(ends) - sum(begins) == len(rows):  # everybody decodes
             ids = [chunk.seq.ids[begin] for chunk, begin in zip(chunks, begins, strict=True)]
         else:
-            ids = [token for seq, begin, end in chunks for token in seq.ids[begin:end]]
+            ids = [token for seq, begin, end in chunks for token in (*seq.ids[begin:end], *seq.draft)]
             counts_S = np.array(ends) - positions_N
             stops_S = np.cumsum(counts_S)
             positions_N = np.arange(len(ids)) + np.repeat(positions_N - (stops_S - counts_S), counts_S)
@@ -122,14 +122,23 @@ class Runner:
         self._tables_RB[seq.row, seq.filled : len(seq.blocks)] = seq.blocks[seq.filled :]
         seq.filled = len(seq.blocks)
 
-    def _sample(self, output: Output, plan: Plan, rows_S: np.ndarray, due: list[int]) -> tuple[list[int], list[float], list[float]]:
+    def _sample(
+        self, output: Output, plan: Plan, rows_S: np.ndarray, due: list[int], drafts: list[int]
+    ) -> tuple[list[int], list[float], list[float]]:
+        """Sample behind the last known token of each due chunk, and behind each of its `drafts` guesses."""
         if not due:
             return [], [], []
         hidden_MD = output.hidden_ND
-        if len(due) < hidden_MD.shape[0]:
-            hidden_MD = hidden_MD[self._tensor(np.array([plan.starts_S1[i + 1] - 1 for i in due]))]
         rows_M = rows_S if len(due) == len(rows_S) else rows_S[due]
+        last_M = np.array([plan.starts_S1[i + 1] - 1 for i in due])
         positions_M = np.array([plan.lengths_S[i] for i in due])
+        if any(drafts):
+            counts = np.array(drafts) + 1
+            back_M = np.concatenate([np.arange(n, -1, -1) for n in drafts])  # guesses stand at the end of their chunk
+            rows_M, last_M, positions_M = (np.repeat(a, counts) for a in (rows_M, last_M, positions_M))
+            last_M, positions_M = last_M - back_M, positions_M - back_M
+        if len(last_M) < hidden_MD.shape[0]:
+            hidden_MD = hidden_MD[self._tensor(last_M)]
         result = sample(self.model.logits(hidden_MD), self._params.take(rows_M), positions_M)
         return result.ids_R.tolist(), result.logprob_R.tolist(), result.logprob_t1_R.tolist()
 

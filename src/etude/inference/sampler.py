@@ -23,7 +23,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from etude.errors import EngineError, UserError
+from etude.errors import EngineError
 from etude.records import Sampling
 
 _GAMMA = np.uint64(0x9E3779B97F4A7C15)
@@ -79,18 +79,6 @@ class Sampled(NamedTuple):
     """float32, under the sampling distribution"""
     logprob_t1_R: Tensor
     """float32, at temperature 1 over the whole vocabulary"""
-
-
-def check(sampling: Sampling) -> None:
-    """Refuse parameters that define no distribution."""
-    if not 0.0 <= sampling.temperature < float("inf"):
-        raise UserError(f"sampling.temperature is {sampling.temperature}; give 0 (greedy) or a positive number")
-    if not 0.0 < sampling.top_p <= 1.0:
-        raise UserError(f"sampling.top_p is {sampling.top_p}; it must be above 0 and at most 1")
-    if sampling.top_k < 0:
-        raise UserError(f"sampling.top_k is {sampling.top_k}; give 0 (off) or a positive number")
-    if sampling.max_tokens < 1:
-        raise UserError(f"sampling.max_tokens is {sampling.max_tokens}; it must be at least 1")
 
 
 def sample(logits_RV: Tensor, params: Params, position_R: np.ndarray) -> Sampled:

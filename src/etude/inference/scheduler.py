@@ -1,7 +1,8 @@
 """Which tokens the next step computes. Touches sequences and blocks, never tensors.
 
 One step computes at most `token_budget` tokens: one for every sequence that decodes, the rest for prompts, which are
-split into chunks when they do not fit (chunked prefill, so a long prompt never stalls the others).
+split into chunks when they do not fit (chunked prefill, so a long prompt never stalls the others). Where a drafter guesses, what
+is left of a smaller budget (`draft_rows`) goes to guesses behind those that decode.
 
 Order. A request gets the key (priority * ageing_steps + steps taken at its arrival, arrival number) and is served in
 order of keys, for good. So it is first come first served within a priority, and a request of priority p overtakes
@@ -27,6 +28,7 @@ from collections.abc import Callable, Iterator
 
 from etude.inference.blocks import BlockPool, extend_keys
 from etude.inference.sequence import Chunk, Sequence, State
+from etude.inference.speculation import Drafter
 
 
 def _key(seq: Sequence) -> tuple[int, int]:
@@ -47,6 +49,8 @@ class Scheduler:
         ageing_steps: int,
         prefix_cache: bool = True,
         before_release: Callable[[Sequence], None] = lambda seq: None,
+        drafter: Drafter | None = None,
+        draft_rows: int = 0,
     ) -> None:
         self.pool = pool
         self.running: list[Sequence] = []
@@ -65,6 +69,7 @@ class Scheduler:
         self._ageing_steps = ageing_steps
         self._prefix_cache = prefix_cache
         self._before_release = before_release
+        self._drafter, self._draft_rows = drafter, draft_rows
         self._waiting: list[tuple[tuple[int, int], Sequence]] = []
         self._rows = list(range(max_running - 1, -1, -1))
         self._arrivals = itertools.count()
@@ -89,6 +94,7 @@ class Scheduler:
         block = self._block_size
         num_decodes = sum(len(seq.ids) - seq.computed == 1 for seq in self.running)
         budget = self._token_budget - num_decodes
+        guesses = min(self._draft_rows - num_decodes, budget) if self._drafter is not None else 0
         for seq in list(self.running):
             if seq.state is not State.RUNNING:
                 continue  # preempted by one before it
@@ -96,12 +102,16 @@ class Scheduler:
             left = len(seq.ids) - begin
             size = 1 if left == 1 else min(left, budget)
             end = begin + size
-            if size != 1 or end % block in (0, 1):  # a single token inside a block needs nothing
+            if size != 1 or end % block in (0, 1) or self._drafter is not None:  # a single token inside a block needs nothing
                 if size == 0 or not self._make_room(seq, end):
                     continue
                 self._grow(seq, end)
             if left > 1:
                 budget -= size
+            elif guesses > 0 and not seq.scoring:
+                self._guess(seq, min(guesses, budget))
+                guesses -= len(seq.draft)
+                budget -= len(seq.draft)
             chunks.append(Chunk(seq, begin, end))
         while budget > 0 and (new := self._admit(now_s)) is not None:
             end = min(len(new.ids), new.computed + budget)
@@ -110,6 +120,14 @@ class Scheduler:
             chunks.append(Chunk(new, new.computed, end))
         self.steps += 1
         return chunks
+
+    def _guess(self, seq: Sequence, most: int) -> None:
+        """Have tokens proposed behind a sequence that decodes, as far as free blocks reach: a guess takes memory from nobody."""
+        assert self._drafter is not None, "the caller has looked"
+        room = (len(seq.blocks) + self.pool.available) * self._block_size - len(seq.ids)
+        seq.draft = self._drafter.propose(seq, min(most, seq.limit - len(seq.ids) - 1, room))
+        for _ in range(self._blocks_for(len(seq.ids) + len(seq.draft)) - len(seq.blocks)):
+            seq.blocks.append(self.pool.allocate())
 
     def end(self, seq: Sequence) -> None:
         """Take a sequence out for good, whatever its state."""
@@ -155,7 +173,7 @@ class Scheduler:
             return False
         hits = self._match(head)
         need = self._blocks_for(len(head.ids)) - len(hits) + self.pool.idle_among(hits)
-        owed = sum(self._blocks_for(len(seq.ids)) - len(seq.blocks) + 1 for seq in self.running)
+        owed = sum(max(self._blocks_for(len(seq.ids)) - len(seq.blocks), 0) + 1 for seq in self.running)
         return need + owed <= self.pool.available
 
     def _admit(self, now_s: float) -> Sequence | None:
@@ -235,6 +253,7 @@ class Scheduler:
         self.running.remove(seq)
         self.pool.release(seq.blocks)
         seq.blocks = []
+        seq.draft = []
         self._rows.append(seq.row)
         seq.row = -1
 

@@ -38,10 +38,13 @@ class Sequence:
         "client",
         "computed",
         "deadline_s",
+        "draft",
+        "drafting",
         "filled",
         "finish",
         "id",
         "ids",
+        "kept",
         "key",
         "keys",
         "limit",
@@ -113,11 +116,17 @@ class Sequence:
         self.cached = 0
         """Prompt tokens served from the prefix cache at the first admission."""
         self.preemptions = 0
+        self.draft: list[int] = []
+        """Tokens that the step in progress also feeds behind `ids`, and that may turn out wrong."""
+        self.drafting: Any = None
+        """What the drafter remembers of this sequence."""
 
         self.logprobs: list[float] = []
         self.logprobs_t1: list[float] = []
         self.versions: list[Version] = []
         self.token_versions: list[int] = []
+        self.kept: list[bool] = []
+        """Of each sampled token: `pure` was False."""
         self.routes: np.ndarray | None = None
         """Rows recorded so far (positions 0, 1, ...): saved at a preemption, and at the end."""
 
@@ -131,6 +140,7 @@ class Sequence:
         self.ids.append(token)
         self.logprobs.append(logprob)
         self.logprobs_t1.append(logprob_t1)
+        self.kept.append(not self.pure)
         versions = self.versions
         self.token_versions.append(len(versions) - 1 if versions and versions[-1] is version else self._index(version))
 
@@ -143,7 +153,8 @@ class Sequence:
 
 
 class Chunk(NamedTuple):
-    """Positions [begin, end) of one sequence, computed in one step. `end == len(ids)` means a token is due."""
+    """Positions [begin, end) of one sequence, computed in one step. `end == len(ids)` means a token is due, and then
+    the positions of `seq.draft` behind it are computed too."""
 
     seq: Sequence
     begin: int
@@ -155,6 +166,7 @@ def join(pieces: Iterable[Generation]) -> Generation:
     parts = list(pieces)
     last = parts[-1]
     routes = [part.routes_PTLK for part in parts if part.routes_PTLK is not None]
+    kept = [part.kept_T for part in parts if part.kept_T is not None]
     return Generation(
         id=last.id,
         ids=tuple(i for part in parts for i in part.ids),
@@ -165,5 +177,6 @@ def join(pieces: Iterable[Generation]) -> Generation:
         routes_PTLK=np.concatenate(routes) if routes else None,
         finish=last.finish,
         cached_tokens=last.cached_tokens,
+        kept_T=np.concatenate(kept) if len(kept) == len(parts) else None,
         seconds=last.seconds,
     )

@@ -30,7 +30,7 @@ from torch import Tensor, nn
 from etude.errors import ConfigError
 from etude.model.cache import PagedCache, Plan
 from etude.model.config import ModelConfig
-from etude.model.linear import ROWS, Linear, RMSNorm, pad_rows, round_up
+from etude.model.linear import ROWS, Linear, Packed, RMSNorm, pack, pad_rows, round_up, together
 from etude.model.rope import Turn
 
 SHORT = 16
@@ -329,15 +329,20 @@ class Attention(CachedAttention):
         self.q_norm = RMSNorm(config.head_dim, config.norm_eps) if config.qk_norm else None
         self.k_norm = RMSNorm(config.head_dim, config.norm_eps) if config.qk_norm else None
 
+        self.packed: list[Packed | None] = [None, None]
+
+    def pack(self) -> list[Packed | None]:
+        self.packed = [pack(self.q_proj, self.k_proj, self.v_proj), pack(self.o_proj)]
+        return self.packed
+
     def forward(self, x_NI: Tensor, turn: Turn, plan: Plan, layout: Layout, cache: PagedCache) -> Tensor:
         n = layout.count
-        q_NHD = self.q_proj(x_NI).unflatten(-1, (self.heads, self.head_dim))
-        k_NKD = self.k_proj(x_NI).unflatten(-1, (self.kv_heads, self.head_dim))
-        v_NKD = self.v_proj(x_NI).unflatten(-1, (self.kv_heads, self.head_dim))
+        parts = together(self.packed[0], (self.q_proj, self.k_proj, self.v_proj), x_NI)
+        q_NHD, k_NKD, v_NKD = (part.unflatten(-1, (-1, self.head_dim)) for part in parts)
         if self.q_norm is not None and self.k_norm is not None:
             q_NHD, k_NKD = self.q_norm(q_NHD), self.k_norm(k_NKD)
         out_NI = self.attend(turn(q_NHD)[:n], turn(k_NKD)[:n], v_NKD[:n], plan, layout, cache)
-        return self.o_proj(pad_rows(out_NI, x_NI.shape[0]))
+        return together(self.packed[1], (self.o_proj,), pad_rows(out_NI, x_NI.shape[0]))[0]
 
 
 def weighted_in_order(weights_SKRT: Tensor, v_SKTD: Tensor) -> Tensor:

@@ -12,9 +12,8 @@ from etude.records import ABSENT_ROUTE, ABSENT_ROUTE_16
 Numerics = Literal["fast", "matched", "invariant"]
 """How floats are added.
 
-fast: the quickest kernels. matched: the same kernels in trainer and engine; with one model definition that is what
-fast does already, so the two are equal here and differ only for other engines. invariant: a sequence's bits depend
-neither on its batch nor on how its tokens were split over forwards.
+fast: the quickest kernels; on a CPU the engine lays its weights out for oneDNN (linear.Packed), which the trainer does not. matched: the
+same kernels in trainer and engine. invariant: a sequence's bits depend neither on its batch nor on how its tokens were split over forwards.
 """
 
 

@@ -27,12 +27,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from etude.errors import UserError
-from etude.model.attention import CachedAttention, Layout
+from etude.model.attention import Attention, CachedAttention, Layout
 from etude.model.block import Block
 from etude.model.cache import PagedCache, Plan
 from etude.model.config import ModelConfig, Numerics, RopeScaling, RouteFilter
 from etude.model.families import PREFIX
-from etude.model.linear import Linear, RMSNorm, matmul, pad_rows, padded_rows
+from etude.model.linear import MLP, Linear, Packed, RMSNorm, matmul, packable, pad_rows, padded_rows
 from etude.model.moe import Replay, Routing, balance
 from etude.model.mtp import Draft, Head
 from etude.model.rope import Rope
@@ -79,6 +79,8 @@ class Decoder(nn.Module):
         self.mtp = nn.ModuleList(Head(config, config.layers + k, invariant=invariant) for k in range(config.mtp_layers))
         """Heads that predict further tokens; `forward` does not use them."""
         self._rope = Rope(config.rope_dim, config.rope_theta, config.rope_scaling)
+        self._packed: list[Packed] = []
+        self._packed_head: Packed | None = None
         if not self.norm.weight.is_meta:
             self.init_weights(0)
 
@@ -113,6 +115,24 @@ class Decoder(nn.Module):
             return Output(hidden_ND=hidden_ND, routes_NLK=None, balance=hidden_ND.new_zeros((), dtype=torch.float32), load_LE=None)
         return self._output(hidden_ND, routings, n)
 
+    def pack(self) -> None:
+        """For an engine: lay out weights for inference (linear.Packed). Nothing unless `numerics` is fast: the others promise that
+        trainer and engine compute alike."""
+        if self.numerics != "fast" or self._packed:
+            return
+        for module in self.modules():
+            if isinstance(module, (Attention, MLP)):
+                self._packed += [part for part in module.pack() if part is not None]
+        head = self.embed_tokens.weight if self.lm_head is None else self.lm_head.weight
+        if packable(head):
+            self._packed_head = Packed([head], [None])
+            self._packed.append(self._packed_head)
+
+    def weights_changed(self) -> None:
+        """Weights were changed in place: what was laid out from them is laid out again."""
+        for part in self._packed:
+            part.lay_out()
+
     def predict(self, hidden_ND: Tensor, next_N: Tensor, plan: Plan, cache: PagedCache, *, head: int = 0) -> Draft:
         """What head number `head` says after hidden states of the plan's tokens and the tokens that follow each of them. A head after
         the first reads the stream of the one before, and `next_N` is one token further. Nothing here moves the model (see mtp.py).
@@ -136,6 +156,8 @@ class Decoder(nn.Module):
         weight = self.embed_tokens.weight if self.lm_head is None else self.lm_head.weight
         weight = weight.detach() if frozen else weight
         m, invariant = hidden_MD.shape[0], self.numerics == "invariant"
+        if self._packed_head is not None and not torch.is_grad_enabled():
+            return self._packed_head(hidden_MD)[0].float()
         rows = padded_rows(m, invariant=invariant, device=hidden_MD.device)
         return matmul(pad_rows(hidden_MD, rows), weight, invariant=invariant)[:m].float()
 

@@ -50,7 +50,7 @@ def tool_schema(policy: ToolPolicy, mode: str = "full") -> str:
         return ""
     if mode == "names":
         return "Tools: " + ", ".join(usage(s) for s in specs)
-    return "Tools:\n" + "\n".join(_described(s) for s in specs) + "\n\n" + CALL_FORM
+    return "Tools:\n" + "\n".join(described(s) for s in specs) + "\n\n" + CALL_FORM
 
 
 def schema_hash(policy: ToolPolicy) -> str:
@@ -101,7 +101,8 @@ def _typed(key: str, value: str, spec: ToolSpec, strict: bool) -> Any:
 _FLAGS = {"true": True, "false": False, "yes": True, "no": False, "1": True, "0": False}
 
 
-def _described(spec: ToolSpec) -> str:
+def described(spec: ToolSpec) -> str:
+    """A tool as the prompt shows it: usage, description, and a line for each parameter."""
     lines = [f"- {usage(spec)}: {spec.description}"]
     lines += [f"    {k}: {text}" + ("" if kind == TEXT else f" ({kind})") for k, (kind, _, text) in spec.parameters.items()]
     return "\n".join(lines)
