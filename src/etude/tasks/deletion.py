@@ -23,6 +23,7 @@ import hashlib
 import io
 import re
 import tokenize
+import types
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import TypeAlias
@@ -60,6 +61,16 @@ class Fingerprint:
     shingles: frozenset[int]
     """Hashes of every run of `SHINGLE` tokens of the deleted lines."""
     parameters: tuple[str, ...] = ()
+    sentences: tuple[str, ...] = ()
+    """Of the docstring, white space made single; empty where the docstring stays."""
+    numbers: tuple[str, ...] = ()
+    """Number constants of the body with at least five digits."""
+    variables: tuple[str, ...] = ()
+    """Arguments and locals in the compiler's order, as bytecode keeps them."""
+    uses: tuple[str, ...] = ()
+    """Globals and attributes, as bytecode keeps them."""
+    gone: bool = False
+    """The definition is gone too, so name, parameters and docstring are part of what is looked for."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,7 +93,7 @@ class Deletion:
 
     @functools.cached_property
     def fingerprint(self) -> Fingerprint:
-        return fingerprint(self.node, self.body)
+        return fingerprint(self.node, self.body, gone=self.level is DeleteLevel.DEFINITION)
 
     @property
     def diff(self) -> str:
@@ -435,15 +446,14 @@ def _all_names(tree: ast.Module) -> set[str]:
 # Fingerprints
 
 
-def fingerprint(node: Function, text: str) -> Fingerprint:
+def fingerprint(node: Function, text: str, *, gone: bool = False) -> Fingerprint:
     docstring = _docstring(node)
-    strings = [
-        n.value
-        for statement in node.body
-        if statement is not docstring
-        for n in ast.walk(statement)
-        if isinstance(n, ast.Constant) and isinstance(n.value, str) and len(n.value) >= 8
+    constants = [
+        n.value for statement in node.body if statement is not docstring for n in ast.walk(statement) if isinstance(n, ast.Constant)
     ]
+    strings = [value for value in constants if isinstance(value, str) and len(value) >= 8]
+    numbers = [repr(value) for value in constants if isinstance(value, (int, float)) and sum(map(str.isdigit, repr(value))) >= 5]
+    variables, uses = _compiled(node)
     arguments = [a.arg for a in [*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs]]
     return Fingerprint(
         name=node.name,
@@ -451,7 +461,31 @@ def fingerprint(node: Function, text: str) -> Fingerprint:
         strings=tuple(dict.fromkeys(strings)),
         shingles=shingles(text),
         parameters=tuple(a for a in arguments if a not in ("self", "cls")),
+        sentences=sentences(ast.get_docstring(node) or "") if gone else (),
+        numbers=tuple(dict.fromkeys(numbers)),
+        variables=variables,
+        uses=uses,
+        gone=gone,
     )
+
+
+def sentences(doc: str) -> tuple[str, ...]:
+    """Sentences of at least five words and 25 characters, white space made single."""
+    found = (" ".join(part.split()) for part in re.split(r"(?<=[.!?:])\s+|\n\s*\n", doc))
+    return tuple(dict.fromkeys(s for s in found if len(s) >= 25 and s.count(" ") >= 4))
+
+
+def _compiled(node: Function) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Variables and used names of the function's code object. It is compiled by itself, never run."""
+    alone = ast.parse(ast.unparse(node)).body[0]
+    assert isinstance(alone, Function)
+    alone.decorator_list = []
+    try:
+        module = compile(ast.fix_missing_locations(ast.Module(body=[alone], type_ignores=[])), "<deleted>", "exec")
+    except (SyntaxError, ValueError):  # such as a nonlocal without its outer function
+        return (), ()
+    code = next(c for c in module.co_consts if isinstance(c, types.CodeType) and c.co_name == alone.name)
+    return (*code.co_varnames, *code.co_cellvars, *code.co_freevars), code.co_names
 
 
 def ast_hash(node: Function) -> str:
