@@ -264,11 +264,13 @@ def test_a_clean_package_raises_no_alarm():
 
 @pytest.mark.slow
 def test_clean_packages_raise_no_alarm():
-    names = clean_packages()
-    counts = {name: alarms(name, 5) for name in names}
+    """A function that its own package holds nearly twice, or in C as well, is a finding and no alarm; everything else would be one."""
+    counts = {name: alarms(name, 5) for name in clean_packages()}
+    twice = (Evidence.SAME_CODE, Evidence.TEXT)
+    wrong = [f for _, found in counts.values() for f in found if f[2].evidence not in twice and not f[2].path.endswith(".so")]
     print(json.dumps({name: [tried, len(found)] for name, (tried, found) in counts.items()}))
     assert len([n for n, (tried, _) in counts.items() if tried]) >= 15
-    assert [leak for _, found in counts.values() for leak in found] == []
+    assert wrong == []
 
 
 @pytest.mark.slow

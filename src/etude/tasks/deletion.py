@@ -24,7 +24,7 @@ import io
 import re
 import tokenize
 import types
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -69,6 +69,8 @@ class Fingerprint:
     """Arguments and locals in the compiler's order, as bytecode keeps them."""
     uses: tuple[str, ...] = ()
     """Globals and attributes, as bytecode keeps them."""
+    line: str = ""
+    """The longest line of the body, where it has 24 characters: what to look for in a lot of text."""
     gone: bool = False
     """The definition is gone too, so name, parameters and docstring are part of what is looked for."""
 
@@ -106,8 +108,10 @@ def unified(path: str, before: str, after: str) -> str:
     return "".join(line if line.endswith("\n") else line + "\n\\ No newline at end of file\n" for line in lines)
 
 
-def delete(files: Mapping[str, str], path: str, qualname: str, level: DeleteLevel | str = DeleteLevel.BODY) -> Deletion:
-    """Delete one function ("name" or "Class.method") of `files[path]`.
+def delete(
+    files: Mapping[str, str], path: str, qualname: str, level: DeleteLevel | str = DeleteLevel.BODY, *, tests: Sequence[str] = ()
+) -> Deletion:
+    """Delete one function ("name" or "Class.method") of `files[path]`. Files in `tests` may go on importing it by name.
 
     Example:
         cut = delete({"shop/ops.py": text, ...}, "shop/ops.py", "clip_sum")
@@ -125,7 +129,7 @@ def delete(files: Mapping[str, str], path: str, qualname: str, level: DeleteLeve
         changed = {path: _stub(node, lines, body)}
         deleted = "".join(lines[body[0] : body[1]])
     else:
-        changed, deleted = _remove(files, path, tree, node, parents, lines)
+        changed, deleted = _remove({p: t for p, t in files.items() if p not in tests}, path, tree, node, parents, lines)
     after = {**files, **changed}
     for name in changed:
         parse(after[name], name)
@@ -279,14 +283,14 @@ def _remove(
         raise Refusal("unsupported", f"{node.name} does not start its own line; pick another function")
     deleted = "".join(lines[start:end])
     if parents:
-        kept = _cut_lines(lines, start, end)
+        kept = cut_lines(lines, start, end)
         if len(parents[-1].body) == 1:
             pad = " " * node.col_offset
             kept = "".join(lines[:start]) + pad + "pass\n" + "".join(lines[end:])
         return {path: kept}, deleted
     if _runs_on_import(tree, node):
         raise Refusal("needed_on_import", f"{path} uses {node.name} while it is imported; pick another function")
-    changed = {path: _without_name_in_all(_cut_lines(lines, start, end), path, node.name)}
+    changed = {path: _without_name_in_all(cut_lines(lines, start, end), path, node.name)}
     changed[path] = _without_dead_imports(changed[path], path, node)
     for other, text in files.items():
         if other != path and other.endswith(".py") and node.name in text:
@@ -296,7 +300,7 @@ def _remove(
     return changed, deleted
 
 
-def _cut_lines(lines: list[str], start: int, end: int) -> str:
+def cut_lines(lines: list[str], start: int, end: int) -> str:
     """Without lines [start, end) and without the blank lines that set them apart; the file's spacing stays."""
     before, after = lines[:start], lines[end:]
     above = _blank_tail(before)
@@ -429,7 +433,7 @@ def _drop_statement(source: str, node: ast.stmt) -> str:
     lines = source.splitlines(True)
     start, end = node.lineno - 1, node.end_lineno or node.lineno
     if _blank_tail(lines[:start]) and end < len(lines) and not lines[end].strip():
-        return _cut_lines(lines, start, end)
+        return cut_lines(lines, start, end)
     return "".join(lines[:start] + lines[end:])
 
 
@@ -454,6 +458,7 @@ def fingerprint(node: Function, text: str, *, gone: bool = False) -> Fingerprint
     strings = [value for value in constants if isinstance(value, str) and len(value) >= 8]
     numbers = [repr(value) for value in constants if isinstance(value, (int, float)) and sum(map(str.isdigit, repr(value))) >= 5]
     variables, uses = _compiled(node)
+    line = max((line.strip() for line in text.splitlines()), key=len, default="")
     arguments = [a.arg for a in [*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs]]
     return Fingerprint(
         name=node.name,
@@ -465,6 +470,7 @@ def fingerprint(node: Function, text: str, *, gone: bool = False) -> Fingerprint
         numbers=tuple(dict.fromkeys(numbers)),
         variables=variables,
         uses=uses,
+        line=line if len(line) >= 24 else "",
         gone=gone,
     )
 

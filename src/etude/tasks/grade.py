@@ -81,24 +81,35 @@ class TestRun:
 async def grade(task: Task, changes: Sequence[Change], host: SandboxHost, *, limits: Limits | None = None) -> TestReport:
     """Outcome of the task's tests with the agent's changes. Waits for one sandbox and one test run."""
     expected = expected_ids(task)
+    return report_of(await run_changed(task, changes, host, files_of(expected), limits=limits), expected)
+
+
+async def run_changed(
+    task: Task,
+    changes: Sequence[Change],
+    host: SandboxHost,
+    paths: Sequence[str],
+    *,
+    hidden: Mapping[str, str] | None = None,
+    limits: Limits | None = None,
+) -> TestRun:
+    """One run of test files on a pristine copy of the task with the allowed changes; `hidden` adds to its hidden files."""
     allowed = allowed_changes(task, changes)
     files = {path: text.encode() for path, text in task.files}
-    hidden = {path: text.encode() for path, text in task.grader.hidden}
-    image = await host.add_image({**files, **hidden}) if files else task.workspace
+    extra = {path: text.encode() for path, text in {**dict(task.grader.hidden), **(hidden or {})}.items()}
+    image = await host.add_image({**files, **extra}) if files else task.workspace
     sandbox = await host.create(image, limits=limits or Limits())
     try:
         if not files:
-            for path, data in hidden.items():
+            for path, data in extra.items():
                 await sandbox.write(path, data)
         try:
             await _apply(sandbox, allowed.changes, set(files))
         except OSError as error:  # the agent's files do not fit, or cannot stand where it put them
-            run = TestRun(outcomes={}, messages={}, complete=False, ending=f"the changes cannot be applied: {error}")
-        else:
-            run = await run_pytest(sandbox, files_of(expected), task.grader.time_limit_s)
+            return TestRun(outcomes={}, messages={}, complete=False, ending=f"the changes cannot be applied: {error}")
+        return await run_pytest(sandbox, paths, task.grader.time_limit_s)
     finally:
         await sandbox.destroy()
-    return report_of(run, expected)
 
 
 def expected_ids(task: Task) -> tuple[str, ...]:
@@ -131,10 +142,13 @@ def report_of(run: TestRun, expected: Sequence[str]) -> TestReport:
 # The test run
 
 
+PYTEST = ("-q", "-p", "no:cacheprovider", "--continue-on-collection-errors")
+
+
 async def run_pytest(sandbox: Sandbox, paths: Sequence[str], time_limit_s: float) -> TestRun:
     """One run of test files; without paths, of the whole suite."""
     arguments = {
-        "args": ["-q", "-p", "no:cacheprovider", "--continue-on-collection-errors", *paths],
+        "args": [*PYTEST, *paths],
         "timeout_s": time_limit_s,
         "report": True,
     }

@@ -104,20 +104,23 @@ class Prover:
         return list(dict.fromkeys(out))
 
     def find_installed(self, roots: Sequence[Path | str], deleted: Sequence[Fingerprint]) -> list[Leak]:
-        """Copies in folders that every sandbox sees (the interpreter and its packages). There, names and single
-        constants prove nothing, so only code counts; a file is opened further when it holds the deleted name at all or is packed."""
+        """Copies in folders that every sandbox sees (the interpreter and its packages). There names and constants prove
+        nothing: a file is looked into when it holds the longest line of a deleted body, and only code counts."""
+        sought = [(mark.line.encode(), _Sought.of(mark, "", "")) for mark in deleted if mark.line]
         out: list[Leak] = []
-        sought = [_Sought.of(mark, "", "") for mark in deleted]
-        names = [mark.name.encode() for mark in deleted]
         budget = Budget()
         for path in (p for root in roots for p in _walk(Path(root))):
             try:
                 raw = path.read_bytes() if path.stat().st_size <= _MAX_FILE else b""
             except OSError as error:
                 raise TaskError(f"cannot read {path} while looking for copies: {error}") from error
-            if raw[:4] == b"PK\x03\x04" or any(name in raw for name in names):
-                looks = self._looks(str(path), raw, budget)
-                out += [leak for look in looks for one in sought for leak in _match(look, one, (), False) if leak.evidence in _HARD]
+            packed = raw[:4] == b"PK\x03\x04"
+            pieces = unwrap(str(path), raw, budget) if packed else [Piece(path=str(path), text=raw.decode("utf-8", "replace"))]
+            for piece in pieces:
+                data = raw if not packed else (piece.text or "").encode("utf-8", "replace")
+                here = [one for line, one in sought if line in data]
+                look = _look(piece) if here else None
+                out += [leak for one in here if look for leak in _match(look, one, (), False) if leak.evidence in _HARD]
         return list(dict.fromkeys(out))
 
     def _looks(self, path: str, raw: bytes, budget: Budget) -> Iterator[_Look]:
@@ -154,7 +157,8 @@ def _walk(root: Path) -> Iterator[Path]:
 
 @dataclass(frozen=True, kw_only=True)
 class _Sought:
-    """A fingerprint less what stays known: constants that the remaining source or its tests hold, and what the instruction says."""
+    """A fingerprint less what stays known: constants and sentences that the remaining source or its tests hold, and what
+    the instruction says."""
 
     mark: Fingerprint
     strings: tuple[str, ...]
@@ -167,7 +171,7 @@ class _Sought:
     @classmethod
     def of(cls, mark: Fingerprint, kept: str, given: str) -> _Sought:
         known = kept + "\n" + given
-        told = " ".join(given.split())
+        told = " ".join(known.split()) if mark.sentences else ""
         words = [re.escape(p) for p in mark.parameters]
         pattern = rf"(?<!\w){re.escape(mark.name)}\s*\(\s*[^()]{{0,80}}?" + r"\b[^()]{0,200}?".join(rf"\b{w}" for w in words)
         signature = mark.gone and len(words) >= 2
@@ -178,14 +182,14 @@ class _Sought:
             strings=tuple(s for s in (*mark.strings, *mark.numbers) if s not in known and (len(s) >= _LONG_STRING or s in mark.numbers)),
             sentences=tuple(s for s in mark.sentences if s not in told),
             signature=signature,
-            in_binary=_binary_pattern(mark),
+            in_binary=_binary_pattern(mark.name, [s for s in mark.strings if s not in known]),
             call=re.compile(pattern) if signature else None,
         )
 
 
-def _binary_pattern(mark: Fingerprint) -> re.Pattern[bytes] | None:
+def _binary_pattern(name: str, strings: Sequence[str]) -> re.Pattern[bytes] | None:
     """The name and the longer strings, as words, inside of a C symbol, or after a byte with their length."""
-    words = [w.encode("utf-8", "surrogatepass") for w in (mark.name, *mark.strings) if len(w) >= 4]
+    words = [w.encode("utf-8", "surrogatepass") for w in (name, *strings) if len(w) >= 4]
     if not words:
         return None
     whole = [rb"(?<![A-Za-z])" + re.escape(w) + rb"(?![A-Za-z])" for w in words]
