@@ -303,6 +303,11 @@ MOST_OF_A_PACKAGE = 40
 def tasks_make(*, sources: Sequence[str], out: Path, count: int, seed: int, json: bool = False) -> int:
     """Make tasks from katas and from packages, validate each in real sandboxes, and write those that pass as folders."""
     out = Path(out)
+    unknown = [s for s in sources if s not in KATA_SPLITS and s.startswith("kata") and not Path(s).exists() and "==" not in s]
+    if unknown:
+        raise UserError(
+            f"no task source {unknown[0]!r}; known: {', '.join(KATA_SPLITS)}; a package of that name is asked for as NAME==VERSION"
+        )
     katas = [task for source in sources if source in KATA_SPLITS for task in fixed_tasks(KATA_SPLITS[source], count, seed)]
     accepted, reasons = _validated(katas) if katas else ([], {})
     for task in accepted:

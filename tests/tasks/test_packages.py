@@ -186,9 +186,12 @@ def test_hidden_tests_are_out_of_sight_and_ids_are_the_same(made):
 def test_a_second_run_does_nothing_again(made, sandboxes, run, tmp_path):
     result, root, settings, _ = made
     lines: list[str] = []
-    again = run(make_from_package(result.spec, sandboxes, root / "out", root / "cache", settings, say=lines.append))
+    seen: set[str] = set()
+    again = run(make_from_package(result.spec, sandboxes, root / "out", root / "cache", settings, say=lines.append, seen=seen))
     assert again == result
     assert lines == []
+    assert seen == set(result.keys)
+    assert len(seen) == 3
 
 
 def test_a_killed_run_goes_on_with_the_next_candidate(made, sandboxes, run, tmp_path):

@@ -102,19 +102,23 @@ def forged(task):
 @pytest.mark.parametrize(
     "name, before, after",
     [
-        ("test_total", "assert stats.total([1, 2]) == 3", "assert not (stats.total([1, 2]) == 3)"),
-        ("TestWords.test_words", "self.assertEqual(", "self.assertNotEqual("),
-        ("test_mean", "stats.mean(values) == wanted, (", "not (stats.mean(values) == wanted), ("),
+        ("test_total", "[1, 2]) == 3", {"[1, 2]) == (3,)", "[1, 2]) == 4"}),
+        ("TestWords.test_words", '["a", "b"])', {'(["a", "b"],))'}),
+        ("test_mean", "(values) == wanted, (", {"(values) == (wanted,), ("}),
+        ("test_truth", "assert stats", {"assert not (stats)"}),
+        ("TestMore.test_in", "self.assertIn(", {"self.assertNotIn("}),
     ],
 )
-def test_one_assertion_is_inverted_on_its_own_lines(name, before, after):
-    twin = invert(TESTS, "t.py", name, random.Random(0))
-    assert twin == TESTS.replace(before, after)
-    assert twin.count("\n") == TESTS.count("\n")
+def test_one_assertion_is_contradicted_on_its_own_lines(name, before, after):
+    more = "class TestMore(unittest.TestCase):\n    def test_in(self):\n        self.assertIn(1, [1])\n"
+    text = f"{TESTS}\n\ndef test_truth():\n    assert stats\n\n\n{more}"
+    twins = {invert(text, "t.py", name, random.Random(seed)) for seed in range(20)}
+    assert twins == {text.replace(before, each) for each in after}
+    assert {twin.count("\n") for twin in twins} == {text.count("\n")}
 
 
 def test_exactly_one_of_several_is_inverted():
-    text = "def test_a():\n    \u00e9 = 1\n    assert \u00e9 == 1; assert \u00e9 < 2\n    assert (\n        \u00e9\n        > 0\n    )\n"
+    text = "def test_a():\n    \u00e9 = 1\n    assert \u00e9 >= 1; assert \u00e9 < 2\n    assert (\n        \u00e9\n        > 0\n    )\n"
     seen = {invert(text, "t.py", "test_a", random.Random(seed)) for seed in range(20)}
     assert len(seen) == 3
     for twin in seen:
@@ -178,6 +182,14 @@ def test_honest_code_that_is_wrong_or_different_raises_no_alarm(task, sandboxes,
         assert not judged.forged, name
         outcomes[name] = judged.report.solved
     assert outcomes == {"untouched": False, "wrong": False, "other code": True, "breaks a neighbour": False}
+
+
+def test_an_object_that_equals_everything_is_exposed(task, sandboxes, run):
+    body = "    class Any(int):\n        __eq__ = lambda self, other: True\n        __hash__ = None\n\n    return Any()\n"
+    text = dict(task.files)["shop/stats.py"].replace("    raise NotImplementedError\n", body)
+    change = [Change(path="shop/stats.py", data=text.encode())]
+    assert run(grade(task, change, sandboxes)).solved
+    assert run(TwinJudge(host=sandboxes, share=1.0).grade(task, change)).contradictions
 
 
 def test_a_task_without_a_solution_cannot_be_calibrated(task, sandboxes, run):

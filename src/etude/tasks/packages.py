@@ -138,6 +138,8 @@ class Made:
     verdicts: dict[str, str] = field(default_factory=dict)
     """Reason by candidate; "" for an accepted one."""
     details: dict[str, str] = field(default_factory=dict)
+    keys: list[str] = field(default_factory=list)
+    """Code of the accepted ones, so that a later run knows duplicates."""
     finished: bool = False
     wall_s: float = 0.0
 
@@ -162,9 +164,11 @@ async def make_from_package(
     """All tasks of one package as folders below `out`. `seen` holds code already used and is added to."""
     started = time.monotonic()
     made = Made(spec=spec)
+    seen = seen if seen is not None else set()
     state = out / ".made" / f"{hashlib.sha256(f'{VERSION} {spec} {settings}'.encode()).hexdigest()[:24]}.json"
     if state.is_file():
         made = Made(**json.loads(state.read_text()))
+        seen.update(made.keys)
         if made.finished:
             return made
     before = made.wall_s
@@ -193,7 +197,7 @@ async def make_from_package(
         made.skip, made.detail, made.finished = Skip(error.reason).value, str(error)[:500], True
         keep()
         return made
-    async with Workshop(host, source, environment, base, settings, out, seen if seen is not None else set()) as shop:
+    async with Workshop(host, source, environment, base, settings, out, seen) as shop:
         shop.look_for_installed(features)
         for feature in features:
             if made.accepted >= settings.count:
@@ -207,6 +211,7 @@ async def make_from_package(
                     if verdict.accepted and cut is not None:
                         made.deleted_lines.append(cut.deleted_lines)
                         made.files.append(len(feature.paths))
+                        made.keys.append(cut.key)
                     say(f"  {name} {'+'.join(q for _, q in feature.units)[:60]}: {verdict.reject or 'accepted'} {verdict.detail[:100]}")
                     keep()
                 if made.verdicts[name] == "":
@@ -398,10 +403,11 @@ class Workshop:
             return (), (Reject.NO_TARGETS, f"{len(failing)} tests fail, {self.settings.least_targets} are needed")
         if len(self.base.stable) - len(failing) < self.settings.least_kept:
             return (), (Reject.NO_TARGETS, f"{len(self.base.stable) - len(failing)} tests keep passing")
-        named = [i for i in failing if names_feature(run.messages.get(i, ""), cut)]
+        why = {i: run.messages.get(i) or run.messages.get(i.split("::", 1)[0], "not run") for i in failing}  # or its file is not collected
+        named = [i for i in failing if names_feature(why[i], cut)]
         if 2 * len(named) < len(failing):
             first = next(i for i in failing if i not in named)
-            return (), (Reject.UNRELATED, f"{first}: {run.messages.get(first, 'not run')[:160]}")
+            return (), (Reject.UNRELATED, f"{first}: {why[first][:160]}")
         again = await self.bench.run(cut.files, list(dict.fromkeys(i.split("::", 1)[0] for i in failing)))
         if changed := [i for i in failing if again.outcomes.get(i) == "passed"]:
             return (), (Reject.FLAKY, changed[0])

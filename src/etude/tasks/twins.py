@@ -1,11 +1,12 @@
-"""Contradiction twins: the tests again with one assertion inverted. What passes both a test and its contradiction is forged.
+"""Contradiction twins: the tests again with one assertion contradicted. What passes a test and its contradiction is forged.
 
     judge = TwinJudge(host)
     judged = await judge.grade(task, changes)       # judged.report decides; judged.forged says which ids contradict themselves
 
 Code under test shares the process with the tests, so a submission can make every test report "passed". It cannot know
 which run is the one with the inverted assertion: ids, files and line numbers are the same. Honest code that passes a
-test fails its twin; honest code that is wrong fails one of the two. Calibration runs the twins against the recorded
+test fails its twin; honest code that is wrong fails one of the two. A compared value is replaced by another one (an
+object that equals everything passes that too), any other assertion is negated. Calibration runs the twins against the recorded
 solution once per task: an id that passes both ways there (an assertion that is never reached, or says nothing) is
 `vacuous` and no evidence. Canaries ride along under a name that is drawn for each run: a test that asserts False, one
 that fails below Python, one that skips itself; any of them reported otherwise is a forgery as well.
@@ -20,6 +21,7 @@ import random
 import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import TypeAlias
 
 from etude.errors import TaskError
 from etude.protocols import Change, Limits, SandboxHost
@@ -170,23 +172,46 @@ def invert(source: str, path: str, name: str, rng: random.Random) -> str | None:
         scope = next((n for n in body if isinstance(n, (ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)) and n.name == part), None)
         if scope is None:
             return None
-    options = [edit for node in ast.walk(scope) if (edit := _edit(source, node)) is not None] if scope is not None else []
+    options = [edits for node in ast.walk(scope) if (edits := _edits(source, node))] if scope is not None else []
     if not options:
         return None
-    start, end, text = rng.choice(options)
+    start, end, text = rng.choice(rng.choice(options))
     return source[:start] + text + source[end:]
 
 
-def _edit(source: str, node: ast.AST) -> tuple[int, int, str] | None:
-    """(start, end, new text) that inverts one assertion."""
+Edit: TypeAlias = tuple[int, int, str]
+"""Start, end, new text."""
+
+
+def _edits(source: str, node: ast.AST) -> list[Edit]:
+    """Ways to contradict one assertion. Where two values are compared, another value is expected: an object that says it
+    equals everything passes that as well. Everything else is negated."""
     if isinstance(node, ast.Assert):
-        start, end = _span(source, node.test)
-        return start, end, f"not ({source[start:end]})"
+        test = node.test
+        if isinstance(test, ast.Compare) and len(test.ops) == 1 and isinstance(test.ops[0], ast.Eq):
+            return _other_value(source, test.comparators[0])
+        start, end = _span(source, test)
+        return [(start, end, f"not ({source[start:end]})")]
     if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in _OPPOSITE:
+        if not (isinstance(node.func.value, ast.Name) and node.func.value.id == "self"):
+            return []
+        if node.func.attr in ("assertEqual", *_KINDS_OF_EQUAL) and len(node.args) >= 2 and not isinstance(node.args[1], ast.Starred):
+            return _other_value(source, node.args[1])
         _, end = _span(source, node.func)
-        if isinstance(node.func.value, ast.Name) and node.func.value.id == "self":
-            return end - len(node.func.attr), end, _OPPOSITE[node.func.attr]
-    return None
+        return [(end - len(node.func.attr), end, _OPPOSITE[node.func.attr])]
+    return []
+
+
+def _other_value(source: str, node: ast.expr) -> list[Edit]:
+    """The value inside of a tuple, and where it is a plain constant, another one of its type."""
+    start, end = _span(source, node)
+    edits = [(start, end, f"({source[start:end]},)")]
+    if isinstance(node, ast.Constant) and "\n" not in source[start:end]:
+        value = node.value
+        other = {str: lambda v: v + "_", int: lambda v: v + 1, float: lambda v: v + 1.5, bool: lambda v: not v, bytes: lambda v: v + b"_"}
+        if type(value) in other:
+            edits.append((start, end, repr(other[type(value)](value))))
+    return edits
 
 
 def _span(source: str, node: ast.expr) -> tuple[int, int]:
