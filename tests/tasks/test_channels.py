@@ -85,6 +85,17 @@ def test_what_stays_in_the_source_is_no_leak():
     assert Prover().find(files, [cut.fingerprint]) == []
 
 
+def test_a_twin_of_a_small_helper_counts_alone_and_not_beside_others():
+    helper = "def clip(value, low):\n    if value < low:\n        return low + 1\n    return value\n"
+    files = {**channels.FILES, "depot/tools.py": helper, "depot/more.py": helper.replace("clip", "floor")}
+    small = delete(files, "depot/tools.py", "clip")
+    large = delete(small.files, "depot/parcels.py", "route_parcels")
+    assert [leak.path for leak in Prover().find(large.files, [small.fingerprint])] == ["depot/more.py"]
+    assert Prover().find(large.files, [small.fingerprint, large.fingerprint]) == []
+    copied = {**large.files, "depot/copy.py": channels.WHOLE}
+    assert [leak.path for leak in Prover().find(copied, [small.fingerprint, large.fingerprint])] == ["depot/copy.py"]
+
+
 # ---------------------------------------------------------------------------------------------------
 # Hostile files
 

@@ -105,7 +105,7 @@ def forged(task):
         ("test_total", "[1, 2]) == 3", {"[1, 2]) == (3,)", "[1, 2]) == 4"}),
         ("TestWords.test_words", '["a", "b"])', {'(["a", "b"],))'}),
         ("test_mean", "(values) == wanted, (", {"(values) == (wanted,), ("}),
-        ("test_truth", "assert stats", {"assert not (stats)"}),
+        ("test_truth", "assert stats\n", {"assert not (stats)\n"}),
         ("TestMore.test_in", "self.assertIn(", {"self.assertNotIn("}),
     ],
 )

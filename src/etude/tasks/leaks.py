@@ -33,6 +33,8 @@ SHARE = 0.6
 in an honest file was 0.20 (tests/tasks/test_katas_slow.py prints it)."""
 LEAST = 6
 """Shingles below which text alone proves nothing: `return self.n` is everywhere."""
+LEAST_OF_SEVERAL = 24
+"""The same where several functions were deleted together: a twin of a two-line helper beside them gives nothing away."""
 TESTS = ("tests/*", "test/*", "*/tests/*", "*/test/*", "test_*.py", "*/test_*.py", "*_test.py", "conftest.py", "*/conftest.py")
 """Files that may name what was deleted."""
 _BYTECODE = (".pyc", ".pyo")
@@ -94,7 +96,8 @@ class Prover:
         out: list[Leak] = []
         budget = Budget()
         kept = "\n".join(text for path, text in files.items() if isinstance(text, str) and path.endswith(".py"))
-        sought = [_Sought.of(mark, kept, given) for mark in deleted]
+        least = LEAST if len(deleted) == 1 else LEAST_OF_SEVERAL
+        sought = [_Sought.of(mark, kept, given, least) for mark in deleted]
         for path, data in files.items():
             raw = data.encode("utf-8", "surrogatepass") if isinstance(data, str) else data
             allowed = any(fnmatch.fnmatchcase(path, pattern) for pattern in self._allow)
@@ -161,6 +164,7 @@ class _Sought:
     the instruction says."""
 
     mark: Fingerprint
+    least: int
     strings: tuple[str, ...]
     sentences: tuple[str, ...]
     signature: bool
@@ -169,7 +173,7 @@ class _Sought:
     call: re.Pattern[str] | None
 
     @classmethod
-    def of(cls, mark: Fingerprint, kept: str, given: str) -> _Sought:
+    def of(cls, mark: Fingerprint, kept: str, given: str, least: int = LEAST) -> _Sought:
         known = kept + "\n" + given
         told = " ".join(known.split()) if mark.sentences else ""
         words = [re.escape(p) for p in mark.parameters]
@@ -179,6 +183,7 @@ class _Sought:
             signature = re.search(pattern, given) is None
         return cls(
             mark=mark,
+            least=least,
             strings=tuple(s for s in (*mark.strings, *mark.numbers) if s not in known and (len(s) >= _LONG_STRING or s in mark.numbers)),
             sentences=tuple(s for s in mark.sentences if s not in told),
             signature=signature,
@@ -248,7 +253,7 @@ def _match(look: _Look, sought: _Sought, modules: Sequence[str], allowed: bool) 
 
 def _in_text(look: _Look, sought: _Sought, allowed: bool) -> Iterator[tuple[Evidence, str]]:
     mark, text = sought.mark, look.piece.text or ""
-    if len(mark.shingles) >= LEAST:
+    if len(mark.shingles) >= sought.least:
         found = len(mark.shingles & look.words) / len(mark.shingles)
         if mark.ast_hash in look.hashes:
             yield Evidence.SAME_CODE, f"a function with the code of {mark.name}"
