@@ -254,6 +254,8 @@ def planted(folder: Path) -> dict[str, tuple[str, bytes]]:
         "renamed function": ("depot/extra.py", RENAMED.encode()),
         "build folder": ("build/lib/depot/parcels.py", RAW),
         "site-packages copy": (".venv/lib/python3.11/site-packages/depot/parcels.py", RAW),
+        "commented out": ("depot/old.py", ("x = 1\n" + "".join(f"# {line}" for line in BODY.splitlines(True))).encode()),
+        "commented out in C": ("ext/old.c", "".join(f"// {line}" for line in BODY.splitlines(True)).encode()),
         "patch": ("fix.patch", patch.encode()),
         "indented in a document": ("docs/how.rst", ("How it works::\n\n" + textwrap.indent(BODY, "    ")).encode()),
         "markdown": ("NOTES.md", ("Earlier it was\n\n```python\n" + BODY + "```\n").encode()),

@@ -15,10 +15,10 @@ from __future__ import annotations
 import ast
 import enum
 import fnmatch
-import functools
 import hashlib
 import os
 import re
+import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -69,7 +69,8 @@ class _Look:
     """A piece and what is computed about it once."""
 
     piece: Piece
-    words: frozenset[int] = frozenset()
+    words: tuple[frozenset[int], ...] = ()
+    """Shingles of each function, and of the rest: a file of many similar functions is no copy of one of them."""
     hashes: frozenset[str] = frozenset()
     functions: tuple[tuple[str, tuple[str, ...]], ...] = ()
     """(name, parameters) of what a piece of source defines."""
@@ -209,23 +210,39 @@ def _binary_pattern(name: str, strings: Sequence[str]) -> re.Pattern[bytes] | No
 def _look(piece: Piece) -> _Look:
     if piece.text is None:
         return _Look(piece=piece)
-    hashes, found = _functions(piece.path, piece.text)
-    return _Look(piece=piece, words=shingles(piece.text), hashes=hashes, functions=found, flat=" ".join(piece.text.split()))
-
-
-@functools.lru_cache(maxsize=4096)
-def _functions(path: str, text: str) -> tuple[frozenset[str], tuple[tuple[str, tuple[str, ...]], ...]]:
-    """Hashes and signatures of the functions in a text that may be source."""
-    nothing: tuple[frozenset[str], tuple[tuple[str, tuple[str, ...]], ...]] = (frozenset(), ())
-    if "def " not in text:
-        return nothing
-    try:
-        tree = ast.parse(text)
-    except (SyntaxError, ValueError, RecursionError, MemoryError):
-        return nothing
+    flat = " ".join(piece.text.split())
+    tree = _parsed(piece.text)
+    if tree is None:
+        return _Look(piece=piece, words=(shingles(piece.text),), flat=flat)
     nodes = [n for n in ast.walk(tree) if isinstance(n, (ast.FunctionDef, ast.AsyncFunctionDef))]
     names = [(n.name, tuple(a.arg for a in [*n.args.posonlyargs, *n.args.args, *n.args.kwonlyargs])) for n in nodes]
-    return frozenset(map(ast_hash, nodes)), tuple(names)
+    words = tuple(map(shingles, _segments(tree, piece.text.splitlines(True))))
+    return _Look(piece=piece, words=words, hashes=frozenset(map(ast_hash, nodes)), functions=tuple(names), flat=flat)
+
+
+def _parsed(text: str) -> ast.Module | None:
+    """The syntax tree of a text that is source with functions."""
+    if "def " not in text:
+        return None
+    try:
+        return ast.parse(text)
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        return None
+
+
+def _segments(tree: ast.Module, lines: Sequence[str]) -> list[str]:
+    """The text of each outermost function, and everything else together."""
+    out, rest = [], list(lines)
+    waiting: list[ast.AST] = [tree]
+    while waiting:
+        for node in ast.iter_child_nodes(waiting.pop()):
+            if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+                start, end = node.lineno - 1, node.end_lineno or node.lineno
+                out.append(textwrap.dedent("".join(lines[start:end])))
+                rest[start:end] = [""] * (end - start)
+            else:
+                waiting.append(node)
+    return [*out, "".join(rest)]
 
 
 def _match(look: _Look, sought: _Sought, modules: Sequence[str], allowed: bool) -> Iterator[Leak]:
@@ -254,7 +271,7 @@ def _match(look: _Look, sought: _Sought, modules: Sequence[str], allowed: bool) 
 def _in_text(look: _Look, sought: _Sought, allowed: bool) -> Iterator[tuple[Evidence, str]]:
     mark, text = sought.mark, look.piece.text or ""
     if len(mark.shingles) >= sought.least:
-        found = len(mark.shingles & look.words) / len(mark.shingles)
+        found = max((len(mark.shingles & words) for words in look.words), default=0) / len(mark.shingles)
         if mark.ast_hash in look.hashes:
             yield Evidence.SAME_CODE, f"a function with the code of {mark.name}"
             return

@@ -47,6 +47,7 @@ _MAX_CARVED = 200
 _SQLITE_STEPS = 2_000_000
 _BASE64 = re.compile(rb"(?:[A-Za-z0-9+/_-]{40,}={0,2}[\r\n]{0,2}){1,}")
 _HEX = re.compile(rb"(?:[0-9a-fA-F]{2}){40,}")
+_COMMENT = re.compile(r"^[ \t]*(?:#+|//+|;+|--)(?![!:])(.*\n?)", re.MULTILINE)
 _TAG = re.compile(r"<[^<>]{0,2000}>")
 _STREAM = re.compile(rb"stream\r?\n(.*?)endstream", re.DOTALL)
 
@@ -398,6 +399,8 @@ def _inside_text(raw: bytes, text: str, budget: Budget) -> Iterator[Inside]:
         if strings:
             yield "pickle", "values", tuple(strings)
             yield from (("pickle", "values", s) for s in strings if "\n" in s)
+    if len(comments := _COMMENT.findall(text)) >= 2:
+        yield "comments", "lines", "".join(comments)
     if text.count("\\n") >= 3:
         yield from _literals(text)
     if len(raw) >= 40:
