@@ -353,6 +353,46 @@ def test_an_environment_keeps_sources_and_leaves_out_what_a_checkout_has_not(tmp
     assert "Name: depot" in environment.files[".deps/depot-1.dist-info/METADATA"]
 
 
+def wheel(folder, name, tag, files):
+    """A wheel as pip accepts it."""
+    import zipfile
+
+    info = f"{name}-1.0.dist-info"
+    folder.mkdir(exist_ok=True)
+    with zipfile.ZipFile(folder / f"{name}-1.0-{tag}.whl", "w") as archive:
+        for path, text in files.items():
+            archive.writestr(path, text)
+        archive.writestr(f"{info}/METADATA", f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n")
+        archive.writestr(f"{info}/WHEEL", f"Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: {tag}\n")
+        archive.writestr(f"{info}/RECORD", "")
+
+
+def test_dependencies_are_frozen_with_their_hashes_and_need_no_network_again(tmp_path, monkeypatch):
+    import sys
+    import sysconfig
+
+    house = tmp_path / "house"
+    wheel(house, "bolt", "py3-none-any", {"bolt/__init__.py": "size = 8\n", "bolt/data.bin": "x"})
+    version = f"cp{sys.version_info.major}{sys.version_info.minor}"
+    wheel(house, "nut", f"{version}-{version}-{sysconfig.get_platform().replace('-', '_').replace('.', '_')}", {"nut.py": ""})
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    monkeypatch.setenv("PIP_FIND_LINKS", str(house))
+    monkeypatch.setenv("PIP_CONFIG_FILE", "/dev/null")
+    environment = make_environment(source_of(DEPOT, requires=("bolt>=1",)), tmp_path / "cache")
+    assert environment.files[".deps/bolt/__init__.py"] == "size = 8\n"
+    ((name, digest),) = environment.frozen
+    assert (name, len(digest)) == ("bolt-1.0-py3-none-any.whl", 64)
+    monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path / "gone"))
+    assert make_environment(source_of(DEPOT, requires=("bolt>=1",)), tmp_path / "cache").hash == environment.hash
+    with pytest.raises(NoSource, match="no wheels for screw") as missing:
+        make_environment(source_of(DEPOT, requires=("screw",)), tmp_path / "cache")
+    assert missing.value.reason == Skip.NOT_INSTALLED
+    monkeypatch.setenv("PIP_FIND_LINKS", str(house))
+    with pytest.raises(NoSource, match="compiled") as binary:
+        make_environment(source_of(DEPOT, requires=("nut",)), tmp_path / "cache")
+    assert binary.value.reason == Skip.NEEDS_BINARY
+
+
 def test_the_path_and_the_own_test_settings_are_kept_and_options_are_not():
     ini = '[tool.pytest.ini_options]\naddopts = "--cov -n 4"\nmarkers = ["slow: x", "fast"]\npythonpath = ["lib2"]\n'
     text = pytest_ini({"pyproject.toml": ini.encode()}, ["src/a.py"])
