@@ -202,7 +202,8 @@ def test_a_killed_run_goes_on_with_the_next_candidate(made, sandboxes, run, tmp_
     out = tmp_path / "out"
     target = out / ".made" / state.name
     target.parent.mkdir(parents=True)
-    target.write_text(json.dumps({**kept, "verdicts": first, "finished": False}))
+    done = sum(reason == "" for reason in first.values())
+    target.write_text(json.dumps({**kept, "verdicts": first, "keys": kept["keys"][:done], "finished": False}))
     lines: list[str] = []
     again = run(make_from_package(result.spec, sandboxes, out, root / "cache", settings, say=lines.append))
     assert again.finished
@@ -275,6 +276,15 @@ def test_an_sdist_is_read_without_running_it(tmp_path):
     assert source.origin is Origin.FILE
     assert source.files["src/depot/money.py"] == MONEY.encode()
     assert not (tmp_path / "ran").exists()
+
+
+def test_requirements_that_an_old_sdist_keeps_beside_its_metadata(tmp_path):
+    listed = "six>=1.8\nomdict\n\n[:python_version < '3']\nenum34\n\n[test]\nhypothesis\n"
+    files = {**DEPOT, "PKG-INFO": "Metadata-Version: 1.1\nName: depot\nVersion: 1.2\n", "src/depot.egg-info/requires.txt": listed}
+    (tmp_path / "depot-1.2.tar.gz").write_bytes(sdist(files))
+    source = read_source(str(tmp_path / "depot-1.2.tar.gz"), tmp_path)
+    assert source.requires == ("six>=1.8", "omdict", "enum34 ; python_version < '3'", 'hypothesis ; extra == "test"')
+    assert requirements(source, []) == ["omdict", "six>=1.8"]
 
 
 def test_an_index_is_asked_once_and_its_hash_is_checked(tmp_path, monkeypatch):

@@ -168,7 +168,8 @@ def _described(files: Mapping[str, bytes], origin: Origin, where: str, digest: s
         licence = stated_lines[0] if stated_lines else ""
         trove = [str(c).split(" :: ")[-1] for c in head.get_all("Classifier", []) if str(c).startswith("License ::")]
         licence = licence if 0 < len(licence) <= 60 else ", ".join(trove)
-        requires = tuple(str(r) for r in head.get_all("Requires-Dist", []))
+        listed = next((files[p].decode("utf-8", "replace") for p in files if p.endswith(".egg-info/requires.txt")), "")
+        requires = tuple(str(r) for r in head.get_all("Requires-Dist", [])) or _listed(listed)
     project = project_table(files)
     if not found:
         name, version = str(project.get("name", "")), str(project.get("version", ""))
@@ -182,6 +183,18 @@ def _described(files: Mapping[str, bytes], origin: Origin, where: str, digest: s
     return Source(
         name=normal(name), version=version, licence=licence, origin=origin, where=where, digest=digest, files=files, requires=requires
     )
+
+
+def _listed(text: str) -> tuple[str, ...]:
+    """requires.txt of setuptools, which older sdists have instead of Requires-Dist: sections are `[extra:marker]`."""
+    out, section = [], ""
+    for line in filter(None, map(str.strip, text.splitlines())):
+        if line.startswith("["):
+            extra, _, marker = line.strip("[]").partition(":")
+            section = " and ".join(filter(None, [f'extra == "{extra}"' if extra else "", marker]))
+        else:
+            out.append(f"{line} ; {section}" if section else line)
+    return tuple(out)
 
 
 def project_table(files: Mapping[str, bytes]) -> dict:
