@@ -34,7 +34,7 @@ def last_line(text: str) -> Any:
 def test_tasks_are_made_checked_and_used_as_a_suite(tmp_path, capsys):
     folder = tmp_path / "tasks"
     assert launch.tasks_make(sources=["katas:heldout"], out=folder, count=6, seed=4, json=True) == 0
-    assert valid(last_line(capsys.readouterr().out), "tasks")["counts"] == {"written": 6, "rejected": 0}
+    assert valid(last_line(capsys.readouterr().out), "tasks_made")["counts"] == {"written": 6, "rejected": 0}
     assert launch.tasks_check(folder=folder, json=True) == 0
     assert valid(last_line(capsys.readouterr().out), "tasks")["counts"]["accepted"] == 6
     assert launch.evaluate(suite=str(folder), model="nano", out=tmp_path / "eval", json=True) == 0
@@ -51,6 +51,28 @@ def test_a_damaged_task_is_counted_and_the_others_are_judged(tmp_path, capsys):
     answer = last_line(capsys.readouterr().out)
     assert answer["counts"] == {"tasks": 2, "accepted": 1, "rejected": 1}
     assert answer["reasons"] == {"unreadable": 1}
+
+
+def test_a_package_and_katas_in_one_command(tmp_path, capsys):
+    project = tmp_path / "project"
+    (project / "shop").mkdir(parents=True)
+    (project / "shop" / "__init__.py").write_text(
+        "def clip(x, low, high):\n    if x < low:\n        return low\n    if x > high:\n        return high\n    return x\n"
+    )
+    tests = ["clip(1, 2, 3) == 2", "clip(9, 2, 3) == 3", *["True"] * 5]
+    lines = [f"def test_{i}():\n    assert {'shop.' if 'clip' in each else ''}{each}\n" for i, each in enumerate(tests)]
+    (project / "test_shop.py").write_text("\n\n".join(["import shop", *lines]))
+    (tmp_path / "empty").mkdir()
+    words = ["katas", str(project), str(tmp_path / "empty")]
+    assert launch.tasks_make(sources=words, out=tmp_path / "tasks", count=1, seed=0, json=True) == 0
+    answer = valid(last_line(capsys.readouterr().out), "tasks_made")
+    assert answer["counts"]["written"] == 2
+    assert answer["counts"]["packages_skipped"] == 1
+    assert answer["reasons"]["package: not_python"] == 1
+    assert [row["accepted"] for row in answer["packages"]] == [1, 0]
+    assert answer["core_s"] > 0
+    assert launch.tasks_check(folder=tmp_path / "tasks", json=True) == 0
+    assert valid(last_line(capsys.readouterr().out), "tasks")["counts"] == {"tasks": 2, "accepted": 2, "rejected": 0}
 
 
 def test_folders_that_hold_no_task_are_errors(tmp_path):

@@ -143,9 +143,14 @@ def _debug_mismatch(parser: argparse.ArgumentParser) -> None:
 
 
 def _tasks_make(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("sources", nargs="+", metavar="SOURCE", help="katas, katas:heldout or katas:unseen")
+    parser.add_argument(
+        "sources",
+        nargs="+",
+        metavar="SOURCE",
+        help="a project folder, an sdist or wheel, a package name (name==1.0), or katas[:heldout|:unseen]",
+    )
     parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="folder that the tasks are written into")
-    parser.add_argument("--count", type=_positive, default=100, help="tasks wanted from each source (default 100)")
+    parser.add_argument("--count", type=_positive, default=100, help="tasks wanted from each source (default 100; at most 40 of a package)")
     parser.add_argument("--seed", type=_seed, default=0, help="seed of the generator (default 0)")
     _json(parser)
 
@@ -264,7 +269,7 @@ SANDBOXES, HERE = "Run sandboxes for other machines", "This machine, this code"
 COMMANDS: dict[str, Command] = {
     "demo": Command(SEE, "", "train the shipped model on a laptop, watch it get better, see it solve a task", "etude.launch:demo", _demo),
     "tasks make": Command(
-        TASKS, "SOURCE... --out DIR", "turn source code into verified tasks", "etude.launch:tasks_make", _tasks_make, schema="tasks"
+        TASKS, "SOURCE... --out DIR", "turn source code into verified tasks", "etude.launch:tasks_make", _tasks_make, schema="tasks_made"
     ),
     "tasks check": Command(TASKS, "DIR", "validate a folder of tasks again", "etude.launch:tasks_check", _tasks_check, schema="tasks"),
     "train": Command(

@@ -30,6 +30,7 @@ from etude.rollout import checkpoint
 from etude.rollout.check import check_run
 from etude.studio.terminal import Progress
 from etude.tasks.formats import read_task, write_task
+from etude.tasks.packages import Made, MakeConfig, make_from_package, merged
 from etude.tasks.source import fixed_tasks, heldout_tasks, unseen_tasks
 
 HERE = Path(__file__).parent
@@ -251,7 +252,7 @@ def _suite_tasks(suite: str, config: RunConfig) -> list[Task]:
     folder = Path(suite)
     if not folder.is_dir():
         raise UserError(f"no suite {suite!r}; give heldout, unseen, or a folder of tasks")
-    return [read_task(p) for p in sorted(folder.iterdir()) if p.is_dir()]
+    return [read_task(p) for p in sorted(folder.iterdir()) if p.is_dir() and p.name != ".made"]
 
 
 async def _evaluate(config: RunConfig, suite: Suite, out: Path) -> dict[str, Any]:
@@ -295,21 +296,73 @@ def check(*, run: str) -> int:
     return 0 if report.ok else 1
 
 
+KATA_SPLITS = {"katas": "train", "katas:heldout": "heldout", "katas:unseen": "unseen"}
+MOST_OF_A_PACKAGE = 40
+"""Tasks taken from one package, so that no package dominates."""
+
+
 def tasks_make(*, sources: Sequence[str], out: Path, count: int, seed: int, json: bool = False) -> int:
-    """Make kata tasks, validate each in real sandboxes, and write those that pass as folders."""
-    splits = {"katas": "train", "katas:heldout": "heldout", "katas:unseen": "unseen"}
-    unknown = [source for source in sources if source not in splits]
+    """Make tasks from katas and from packages, validate each in real sandboxes, and write those that pass as folders."""
+    out = Path(out)
+    unknown = [s for s in sources if s not in KATA_SPLITS and s.startswith("kata") and not Path(s).exists() and "==" not in s]
     if unknown:
-        raise UserError(f"no task source {unknown[0]!r}; known: {', '.join(splits)}")
-    tasks = [task for source in sources for task in fixed_tasks(splits[source], count, seed)]
-    accepted, reasons = _validated(tasks)
+        raise UserError(
+            f"no task source {unknown[0]!r}; known: {', '.join(KATA_SPLITS)}; a package of that name is asked for as NAME==VERSION"
+        )
+    katas = [task for source in sources if source in KATA_SPLITS for task in fixed_tasks(KATA_SPLITS[source], count, seed)]
+    accepted, reasons = _validated(katas) if katas else ([], {})
     for task in accepted:
-        write_task(task, Path(out) / task.id)
-    counts = {"written": len(accepted), "rejected": len(tasks) - len(accepted)}
-    print(
-        jsonlib.dumps({"counts": counts, "reasons": reasons}) if json else f"{len(accepted)} tasks in {out}; rejected: {reasons or 'none'}"
-    )
+        write_task(task, out / task.id)
+    made, core_s = _packages([source for source in sources if source not in KATA_SPLITS], out, min(count, MOST_OF_A_PACKAGE), seed)
+    answer = merged(made, reasons)
+    written = len(accepted) + sum(each.accepted for each in made)
+    rejected = len(katas) - len(accepted) + sum(len(each.verdicts) - each.accepted for each in made)
+    skipped = {"packages_skipped": sum(bool(each.skip) for each in made)} if made else {}
+    answer = {"counts": {"written": written, "rejected": rejected, **skipped}, **answer}
+    answer["core_s"] = round(core_s, 2)
+    answer["tasks_per_core_hour"] = round(sum(each.accepted for each in made) / core_s * 3600, 1) if core_s > 0 else 0.0
+    print(jsonlib.dumps(answer) if json else _made_text(answer, out))
     return 0
+
+
+def _packages(specs: Sequence[str], out: Path, count: int, seed: int) -> tuple[list[Made], float]:
+    """What came of each package, and the processor time it took, sandboxes included. Progress goes to stderr."""
+    if not specs:
+        return [], 0.0
+    from etude.local import Usage
+    from etude.sandbox.open import open_host
+
+    async def make() -> tuple[list[Made], float]:
+        host = open_host()
+        usage = Usage([os.getpid(), getattr(host, "pid", 0)])
+        seen: set[str] = set()
+        cache = Path(os.environ.get("ETUDE_HOME") or Path.home() / ".cache" / "etude")
+        settings = MakeConfig(count=count, seed=seed)
+        try:
+            done = []
+            for spec in specs:
+                say = lambda line: print(line, file=sys.stderr, flush=True)  # noqa: E731
+                done.append(await make_from_package(spec, host, out, cache, settings, seen=seen, say=say))
+                print(f"{spec}: {done[-1].accepted} tasks {done[-1].skip} {done[-1].detail[:200]}".rstrip(), file=sys.stderr, flush=True)
+            return done, usage.cpu_s()
+        finally:
+            await host.close()
+
+    return asyncio.run(make())
+
+
+def _made_text(answer: dict[str, Any], out: Path) -> str:
+    lines = [f"{answer['counts']['written']} tasks in {out}; rejected: {answer['reasons'] or 'none'}"]
+    for row in answer["packages"]:
+        what = (
+            f"skipped: {row['skip']} ({row['detail'][:120]})"
+            if row["skip"]
+            else f"{row['accepted']} of {row['judged']} candidates accepted"
+        )
+        lines.append(f"  {row['name'] or row['source']} {row['version']}: {what}, {row['tests']} tests, {row['flaky']} flaky")
+    if answer["core_s"]:
+        lines.append(f"{answer['core_s']:.0f} core-seconds, {answer['tasks_per_core_hour']:.0f} tasks per core-hour")
+    return "\n".join(lines)
 
 
 def tasks_check(*, folder: Path, json: bool = False) -> int:
@@ -317,7 +370,7 @@ def tasks_check(*, folder: Path, json: bool = False) -> int:
     if not Path(folder).is_dir():
         raise UserError(f"no folder {folder}; give one that `etude tasks make` wrote")
     tasks, unreadable = [], 0
-    for path in sorted(p for p in Path(folder).iterdir() if p.is_dir()):
+    for path in sorted(p for p in Path(folder).iterdir() if p.is_dir() and p.name != ".made"):
         try:
             tasks.append(read_task(path))
         except TaskError as error:

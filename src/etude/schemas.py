@@ -352,10 +352,37 @@ OUTPUTS: dict[str, Schema] = {
         reported={"description": "what the step itself reported, staleness included", **_map(NUMBER)},
     ),
     "tasks": _plain(
-        "Last line of `etude tasks make --json` and `etude tasks check --json`",
+        "Last line of `etude tasks check --json`",
         extra=True,
         counts={"description": "tasks by outcome: written, or accepted and rejected ...", **_map(COUNT)},
         reasons={"description": "rejections by reason", **_map(COUNT)},
+    ),
+    "tasks_made": _plain(
+        "Last line of `etude tasks make --json`",
+        extra=True,
+        counts={"description": "tasks written, candidates rejected, packages_skipped", **_map(COUNT)},
+        reasons={"description": "rejections by reason; of whole packages as `package: REASON`", **_map(COUNT)},
+        packages=_list(
+            _plain(
+                "One package: what its suite is like, and what came of its candidates.",
+                source=STRING,
+                name=STRING,
+                version=STRING,
+                licence=STRING,
+                skip={"description": "why it gave nothing, or empty", **STRING},
+                detail=STRING,
+                tests={"description": "tests that pass in every run", **COUNT},
+                flaky=COUNT,
+                red=COUNT,
+                candidates=COUNT,
+                judged=COUNT,
+                accepted=COUNT,
+                deleted_lines=_list(COUNT),
+                wall_s=NUMBER,
+            )
+        ),
+        core_s={"description": "processor seconds spent on packages, sandboxes included", **NUMBER},
+        tasks_per_core_hour=NUMBER,
     ),
     "models": _plain(
         "Last line of `etude model add --json`, `etude model ls --json` and `etude model rm --json`",

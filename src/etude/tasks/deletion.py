@@ -23,7 +23,8 @@ import hashlib
 import io
 import re
 import tokenize
-from collections.abc import Iterable, Mapping
+import types
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -60,6 +61,18 @@ class Fingerprint:
     shingles: frozenset[int]
     """Hashes of every run of `SHINGLE` tokens of the deleted lines."""
     parameters: tuple[str, ...] = ()
+    sentences: tuple[str, ...] = ()
+    """Of the docstring, white space made single; empty where the docstring stays."""
+    numbers: tuple[str, ...] = ()
+    """Number constants of the body with at least five digits."""
+    variables: tuple[str, ...] = ()
+    """Arguments and locals in the compiler's order, as bytecode keeps them."""
+    uses: tuple[str, ...] = ()
+    """Globals and attributes, as bytecode keeps them."""
+    line: str = ""
+    """The longest line of the body, where it has 24 characters: what to look for in a lot of text."""
+    gone: bool = False
+    """The definition is gone too, so name, parameters and docstring are part of what is looked for."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,7 +95,7 @@ class Deletion:
 
     @functools.cached_property
     def fingerprint(self) -> Fingerprint:
-        return fingerprint(self.node, self.body)
+        return fingerprint(self.node, self.body, gone=self.level is DeleteLevel.DEFINITION)
 
     @property
     def diff(self) -> str:
@@ -95,8 +108,10 @@ def unified(path: str, before: str, after: str) -> str:
     return "".join(line if line.endswith("\n") else line + "\n\\ No newline at end of file\n" for line in lines)
 
 
-def delete(files: Mapping[str, str], path: str, qualname: str, level: DeleteLevel | str = DeleteLevel.BODY) -> Deletion:
-    """Delete one function ("name" or "Class.method") of `files[path]`.
+def delete(
+    files: Mapping[str, str], path: str, qualname: str, level: DeleteLevel | str = DeleteLevel.BODY, *, tests: Sequence[str] = ()
+) -> Deletion:
+    """Delete one function ("name" or "Class.method") of `files[path]`. Files in `tests` may go on importing it by name.
 
     Example:
         cut = delete({"shop/ops.py": text, ...}, "shop/ops.py", "clip_sum")
@@ -114,7 +129,7 @@ def delete(files: Mapping[str, str], path: str, qualname: str, level: DeleteLeve
         changed = {path: _stub(node, lines, body)}
         deleted = "".join(lines[body[0] : body[1]])
     else:
-        changed, deleted = _remove(files, path, tree, node, parents, lines)
+        changed, deleted = _remove({p: t for p, t in files.items() if p not in tests}, path, tree, node, parents, lines)
     after = {**files, **changed}
     for name in changed:
         parse(after[name], name)
@@ -268,14 +283,14 @@ def _remove(
         raise Refusal("unsupported", f"{node.name} does not start its own line; pick another function")
     deleted = "".join(lines[start:end])
     if parents:
-        kept = _cut_lines(lines, start, end)
+        kept = cut_lines(lines, start, end)
         if len(parents[-1].body) == 1:
             pad = " " * node.col_offset
             kept = "".join(lines[:start]) + pad + "pass\n" + "".join(lines[end:])
         return {path: kept}, deleted
     if _runs_on_import(tree, node):
         raise Refusal("needed_on_import", f"{path} uses {node.name} while it is imported; pick another function")
-    changed = {path: _without_name_in_all(_cut_lines(lines, start, end), path, node.name)}
+    changed = {path: _without_name_in_all(cut_lines(lines, start, end), path, node.name)}
     changed[path] = _without_dead_imports(changed[path], path, node)
     for other, text in files.items():
         if other != path and other.endswith(".py") and node.name in text:
@@ -285,7 +300,7 @@ def _remove(
     return changed, deleted
 
 
-def _cut_lines(lines: list[str], start: int, end: int) -> str:
+def cut_lines(lines: list[str], start: int, end: int) -> str:
     """Without lines [start, end) and without the blank lines that set them apart; the file's spacing stays."""
     before, after = lines[:start], lines[end:]
     above = _blank_tail(before)
@@ -418,7 +433,7 @@ def _drop_statement(source: str, node: ast.stmt) -> str:
     lines = source.splitlines(True)
     start, end = node.lineno - 1, node.end_lineno or node.lineno
     if _blank_tail(lines[:start]) and end < len(lines) and not lines[end].strip():
-        return _cut_lines(lines, start, end)
+        return cut_lines(lines, start, end)
     return "".join(lines[:start] + lines[end:])
 
 
@@ -435,15 +450,15 @@ def _all_names(tree: ast.Module) -> set[str]:
 # Fingerprints
 
 
-def fingerprint(node: Function, text: str) -> Fingerprint:
+def fingerprint(node: Function, text: str, *, gone: bool = False) -> Fingerprint:
     docstring = _docstring(node)
-    strings = [
-        n.value
-        for statement in node.body
-        if statement is not docstring
-        for n in ast.walk(statement)
-        if isinstance(n, ast.Constant) and isinstance(n.value, str) and len(n.value) >= 8
+    constants = [
+        n.value for statement in node.body if statement is not docstring for n in ast.walk(statement) if isinstance(n, ast.Constant)
     ]
+    strings = [value for value in constants if isinstance(value, str) and len(value) >= 8]
+    numbers = [repr(value) for value in constants if isinstance(value, (int, float)) and sum(map(str.isdigit, repr(value))) >= 5]
+    variables, uses = _compiled(node)
+    line = max((line.strip() for line in text.splitlines()), key=len, default="")
     arguments = [a.arg for a in [*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs]]
     return Fingerprint(
         name=node.name,
@@ -451,7 +466,32 @@ def fingerprint(node: Function, text: str) -> Fingerprint:
         strings=tuple(dict.fromkeys(strings)),
         shingles=shingles(text),
         parameters=tuple(a for a in arguments if a not in ("self", "cls")),
+        sentences=sentences(ast.get_docstring(node) or "") if gone else (),
+        numbers=tuple(dict.fromkeys(numbers)),
+        variables=variables,
+        uses=uses,
+        line=line if len(line) >= 24 else "",
+        gone=gone,
     )
+
+
+def sentences(doc: str) -> tuple[str, ...]:
+    """Sentences of at least five words and 25 characters, white space made single."""
+    found = (" ".join(part.split()) for part in re.split(r"(?<=[.!?:])\s+|\n\s*\n", doc))
+    return tuple(dict.fromkeys(s for s in found if len(s) >= 25 and s.count(" ") >= 4))
+
+
+def _compiled(node: Function) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Variables and used names of the function's code object. It is compiled by itself, never run."""
+    alone = ast.parse(ast.unparse(node)).body[0]
+    assert isinstance(alone, Function)
+    alone.decorator_list = []
+    try:
+        module = compile(ast.fix_missing_locations(ast.Module(body=[alone], type_ignores=[])), "<deleted>", "exec")
+    except (SyntaxError, ValueError):  # such as a nonlocal without its outer function
+        return (), ()
+    code = next(c for c in module.co_consts if isinstance(c, types.CodeType) and c.co_name == alone.name)
+    return (*code.co_varnames, *code.co_cellvars, *code.co_freevars), code.co_names
 
 
 def ast_hash(node: Function) -> str:

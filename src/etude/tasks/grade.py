@@ -80,24 +80,35 @@ class TestRun:
 async def grade(task: Task, changes: Sequence[Change], host: SandboxHost, *, limits: Limits | None = None) -> TestReport:
     """Outcome of the task's tests with the agent's changes. Waits for one sandbox and one test run."""
     expected = expected_ids(task)
+    return report_of(await run_changed(task, changes, host, files_of(expected), limits=limits), expected)
+
+
+async def run_changed(
+    task: Task,
+    changes: Sequence[Change],
+    host: SandboxHost,
+    paths: Sequence[str],
+    *,
+    hidden: Mapping[str, str] | None = None,
+    limits: Limits | None = None,
+) -> TestRun:
+    """One run of test files on a pristine copy of the task with the allowed changes; `hidden` adds to its hidden files."""
     allowed = allowed_changes(task, changes)
     files = {path: text.encode() for path, text in task.files}
-    hidden = {path: text.encode() for path, text in task.grader.hidden}
-    image = await host.add_image({**files, **hidden}) if files else task.workspace
+    extra = {path: text.encode() for path, text in {**dict(task.grader.hidden), **(hidden or {})}.items()}
+    image = await host.add_image({**files, **extra}) if files else task.workspace
     bundle = GradeBundle(
         changes=allowed.changes,
-        files={} if files else hidden,
-        args=pytest_arguments(files_of(expected)),
+        files={} if files else extra,
+        args=(*PYTEST, *paths),
         timeout_s=task.grader.time_limit_s,
         image=image,
         limits=limits,
     )
     graded = await graded_run(host, bundle)
     if graded.refused:
-        run = TestRun(outcomes={}, messages={}, complete=False, ending=f"the changes cannot be applied: {graded.refused}")
-    else:
-        run = parse_answer(graded.answer, task.grader.time_limit_s)
-    return report_of(run, expected)
+        return TestRun(outcomes={}, messages={}, complete=False, ending=f"the changes cannot be applied: {graded.refused}")
+    return parse_answer(graded.answer, task.grader.time_limit_s)
 
 
 def expected_ids(task: Task) -> tuple[str, ...]:
@@ -130,13 +141,12 @@ def report_of(run: TestRun, expected: Sequence[str]) -> TestReport:
 # The test run
 
 
-def pytest_arguments(paths: Sequence[str]) -> tuple[str, ...]:
-    return ("-q", "-p", "no:cacheprovider", "--continue-on-collection-errors", *paths)
+PYTEST = ("-q", "-p", "no:cacheprovider", "--continue-on-collection-errors")
 
 
 async def run_pytest(sandbox: Sandbox, paths: Sequence[str], time_limit_s: float) -> TestRun:
     """One run of test files; without paths, of the whole suite."""
-    arguments = {"args": list(pytest_arguments(paths)), "timeout_s": time_limit_s, "report": True}
+    arguments = {"args": [*PYTEST, *paths], "timeout_s": time_limit_s, "report": True}
     answer = await sandbox.call("pytest", arguments, timeout_s=time_limit_s + GRACE_S)
     return parse_answer(answer, time_limit_s)
 

@@ -20,9 +20,9 @@ from dataclasses import dataclass, field
 from etude.errors import SandboxError, TaskError
 from etude.protocols import Sandbox, SandboxHost
 from etude.records import Task, TestReport
-from etude.tasks.deletion import Deletion, Fingerprint, Refusal, ast_hash, delete, functions
+from etude.tasks.deletion import Deletion, Fingerprint, Refusal, ast_hash, delete, fingerprint, functions
 from etude.tasks.grade import TestRun, expected_ids, files_of, report_of, run_pytest
-from etude.tasks.leaks import find_copies
+from etude.tasks.leaks import Prover, find_copies
 
 
 class Reject(enum.StrEnum):
@@ -48,6 +48,8 @@ class Reject(enum.StrEnum):
     RESTORE_FAILS = "restore_fails"
     WRONG_PASSES = "wrong_passes"
     """A known wrong body passes the tests."""
+    UNRELATED = "unrelated"
+    """Tests fail for a reason that does not name what was deleted."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -263,6 +265,7 @@ async def validate_tasks(
 async def validate_task(task: Task, host: SandboxHost, *, repeats: int = 1, seen: set[str] | None = None) -> Verdict:
     """The verdict on one stored task. `seen` holds code already used and is added to."""
     seen = seen if seen is not None else set()
+    prover = Prover()
 
     def no(reason: Reject, detail: str) -> Verdict:
         return Verdict(candidate=task.id, reject=reason, detail=detail)
@@ -277,9 +280,9 @@ async def validate_task(task: Task, host: SandboxHost, *, repeats: int = 1, seen
     key = "+".join(sorted(f.ast_hash for _, f in gone))
     if key in seen:
         return no(Reject.DUPLICATE, ", ".join(f.name for _, f in gone))
-    for path, mark in gone:
-        if leaks := find_copies(files, mark, module=path.rsplit("/", 1)[-1].removesuffix(".py")):
-            return no(Reject.LEAK, f"{leaks[0].path} ({leaks[0].channel}): {leaks[0].what}")
+    stems = [path.rsplit("/", 1)[-1].removesuffix(".py") for path, _ in gone]
+    if leaks := prover.find(files, [mark for _, mark in gone], modules=stems, given=task.prompt):
+        return no(Reject.LEAK, f"{leaks[0].path} ({leaks[0].channel}): {leaks[0].what}")
     before = {**files, **dict(task.grader.hidden)}
     async with Bench(host, before, time_limit_s=task.grader.time_limit_s) as bench:
         for _ in range(max(repeats, 1)):
@@ -306,5 +309,6 @@ def _deleted_functions(task: Task) -> list[tuple[str, Fingerprint]]:
         whole = dict(functions(text, path))
         for name, node in whole.items():
             if left.get(name) != ast_hash(node):
-                out.append((path, delete({path: text}, path, name).fingerprint))
+                body = delete({path: text}, path, name).body
+                out.append((path, fingerprint(node, body, gone=name not in left)))
     return out
