@@ -46,6 +46,10 @@ MAX_MESSAGE = 1 << 16
 ADOPTION_S = 30.0
 """How long a sandbox with a create_id outlives its client's connection."""
 KEPT_FATES = 512
+EXECS_COVER = (
+    "program and arguments of every execve and execveat, of grandchildren too, that found its program, up to 8 MiB; as they were when the "
+    "call was made, which another thread of the process can still change; test runs are forks of a warm interpreter, and no exec"
+)
 YOUNG_S = 30.0
 """A temporary root younger than this may belong to a sandboxd that is just starting."""
 
@@ -74,6 +78,8 @@ class Settings:
     """Distributions that sandboxes see, with what they require; "all" for everything installed beside pytest."""
     overlay: bool = True
     """False: copy workspaces even where an overlay works."""
+    execs: bool = True
+    """False: collect no command lines."""
     cgroups: bool = True
     """False: poll even where control groups can be written."""
 
@@ -97,6 +103,8 @@ class Box:
     client: Client | None = None
     deadline: float = float("inf")
     upper: int = -1
+    execs: int = -1
+    """Memory file of the command lines that ran in it."""
     why: str = ""
     dying_since: float = 0.0
     on_started: list[tuple[Client, int]] = field(default_factory=list)
@@ -123,7 +131,7 @@ class Daemon:
         self._environment = self._interpreter.environment()
         reaped = reap_root(root)
         self._cgroups = Cgroups(self.key, use=settings.cgroups)
-        self._overlay = settings.overlay
+        self._overlay, self._execs = settings.overlay, settings.execs
         self._reaped = reaped + self._cgroups.reap()
         self._cgroups.record(root)
         self._broken = ""
@@ -135,6 +143,9 @@ class Daemon:
         """The fields of records.Boundary, as this machine enforces them."""
         memory, pids = self._cgroups.enforces("memory"), self._cgroups.enforces("pids")
         counted = "RLIMIT_NPROC, counted per user namespace" if counts_per_namespace() else "polling every 50 ms"
+        coverage = {"layer diff": "every file of the workspace at its end; links, devices and names that are not UTF-8 by name only"}
+        if self._execs:
+            coverage["execs"] = EXECS_COVER
         return {
             "backend": "namespace",
             "shared_kernel": True,
@@ -149,8 +160,8 @@ class Daemon:
                 "wall": "timer of the tool server, and the lease kept by sandboxd",
                 "output": "count of the tool server",
             },
-            "evidence": ["layer diff"],
-            "coverage": {"layer diff": "every file of the workspace at its end; links, devices and names that are not UTF-8 by name only"},
+            "evidence": list(coverage),
+            "coverage": coverage,
         }
 
     @staticmethod
@@ -254,7 +265,7 @@ class Daemon:
     def _zygote_said(self) -> None:
         assert self._zygote is not None
         try:
-            message, _ = receive(self._zygote)
+            message, fds = receive(self._zygote)
         except OSError:
             message = None
         if message is None:
@@ -264,8 +275,14 @@ class Daemon:
         elif "ready" in message:
             self._zygote_ready = True
             self._overlay = self._overlay and message["overlay"]
+            self._execs = self._execs and message["execs"]
             self._announce({"ready": True, "boundary": self.boundary(), "reaped": self._reaped})
             self._refill()
+        elif "evidence" in message:
+            if message["evidence"] in self._boxes:
+                self._boxes[message["evidence"]].execs = fds.pop()
+            for fd in fds:
+                os.close(fd)
         elif message["dead"] in self._boxes:
             self._bury(self._boxes[message["dead"]], message["why"])
 
@@ -360,6 +377,8 @@ class Daemon:
         box.control.close()
         if box.upper >= 0:
             os.close(box.upper)
+        if box.execs >= 0:
+            os.close(box.execs)
         self._cgroups.remove(box.group)
         if box.image:
             self._totals["destroyed"] += 1
@@ -466,6 +485,7 @@ class Daemon:
             "poll_memory": "memory" not in box.group.folders,
             "poll_pids": "pids" not in box.group.folders and not counts_per_namespace(),
             "overlay": self._overlay,
+            "execs": self._execs,
         }
         send(box.control, order, [fds[0], *box.group.counters.values()])
         box.deadline = time.monotonic() + float(message["ttl_s"])
@@ -501,6 +521,13 @@ class Daemon:
             return
         box.on_gone.append((client, message["n"]))
         self._kill(box, "it was destroyed")
+
+    def _op_evidence(self, client: Client, message: dict[str, Any], _fds: list[int]) -> None:
+        box = self._boxes.get(message["id"])
+        if box is None or box.execs < 0:
+            self._reply(client, message["n"], {"error": f"no evidence of sandbox {message['id']}: {self._why(message['id'])}"})
+            return
+        self._reply(client, message["n"], {}, [box.execs])
 
     def _op_fate(self, client: Client, message: dict[str, Any], _fds: list[int]) -> None:
         self._reply(client, message["n"], {"why": self._why(message["id"])})
@@ -592,6 +619,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--packages", default="pytest", help="distributions that sandboxes see, separated by commas; or: all")
     parser.add_argument("--no-overlay", action="store_true", help="copy workspaces into memory, as is done where overlayfs does not work")
     parser.add_argument("--no-cgroups", action="store_true", help="poll memory, as is done where no control group can be written")
+    parser.add_argument("--no-execs", action="store_true", help="collect no command lines as evidence")
     parser.add_argument("--with-parent", action="store_true", help="stop when standard input closes")
     parser.add_argument("--temporary", action="store_true", help="remove ROOT at the end, and dead temporary roots beside it at the start")
     arguments = parser.parse_args(argv)
@@ -619,6 +647,7 @@ def main(argv: list[str] | None = None) -> int:
         packages=tuple(name for name in arguments.packages.split(",") if name),
         overlay=not arguments.no_overlay,
         cgroups=not arguments.no_cgroups,
+        execs=not arguments.no_execs,
     )
     try:
         Daemon(root, listen(path), settings, announce).serve(0 if arguments.with_parent else -1)
