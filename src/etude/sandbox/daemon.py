@@ -592,9 +592,12 @@ def reap_siblings(root: Path) -> int:
     """Remove the temporary roots beside ours whose sandboxd is gone."""
     count = 0
     for sibling in root.parent.glob("sandbox-*"):
-        if sibling == root or time.time() - sibling.stat().st_mtime < YOUNG_S:
+        try:
+            if sibling == root or time.time() - sibling.stat().st_mtime < YOUNG_S:
+                continue
+            held = lock(sibling)
+        except FileNotFoundError:  # its sandboxd has just removed it
             continue
-        held = lock(sibling)
         if held < 0:
             continue
         count += 1 + reap_root(sibling)
