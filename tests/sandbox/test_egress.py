@@ -593,3 +593,12 @@ def test_an_adopted_sandbox_keeps_its_way_out(daemon, origin) -> None:
         await second.close()
 
     asyncio.run(asyncio.wait_for(main(), 60))
+
+
+@pytest.mark.slow
+def test_the_same_as_an_ordinary_user(as_ordinary_user) -> None:
+    """The route, the raw sockets and the ports below 1024 need no privilege outside of the sandbox's own namespace."""
+    said = as_ordinary_user("tests/sandbox/test_egress.py", "-k", "redirected or out_of_reach or each_phase")
+    if "skipped" in said:
+        pytest.skip("that user cannot see the cryptography package")
+    assert said.startswith("..."), said
