@@ -358,6 +358,28 @@ async def noise_row(host: NamespaceHost, image: str, scale: int) -> Row:
     return Row(name="noisy neighbour: p99 of exec", unit="ms", ours=p99[0], peer=p99[1], peer_name="alone", higher_is_better=False)
 
 
+async def evidence_row(scale: int) -> Row:
+    """Processor time of a chain of ten execs, of a sandboxd that collects command lines and of one that does not, in turns."""
+    spent: dict[bool, list[float]] = {True: [], False: []}
+    handles = {collects: start_daemon(warm=0, options=[] if collects else ["--no-execs"]) for collects in spent}
+    try:
+        for _ in range(2 * scale):
+            for collects, handle in handles.items():
+                host = NamespaceHost(handle, own_daemon=False)
+                sandbox = await host.create(await host.add_image(package()))
+                before = processor_seconds(handle.pid)
+                for _ in range(5):
+                    await sandbox.exec(["sh", "-c", "for i in 1 2 3 4 5 6 7 8 9 10; do /bin/true; done"])
+                spent[collects].append((processor_seconds(handle.pid) - before) / 50)
+                await host.close()
+    finally:
+        for handle in handles.values():
+            handle.close()
+    ours, without = (1e3 * statistics.fmean(spent[collects]) for collects in (True, False))
+    name = "processor time, an exec with its command line collected"
+    return Row(name=name, unit="ms each", ours=ours, peer=without, peer_name="not collected", higher_is_better=False)
+
+
 async def memory_row(host: NamespaceHost, image: str, daemon: int) -> Row:
     """Proportional memory of one more idle sandbox, its tool server included."""
 
@@ -446,6 +468,7 @@ def run(device: str, quick: bool) -> list[Row]:
             rows.append(await stat_row(host, image, source, quick))
             rows.append(await memory_row(host, image, handle.pid))
             rows.append(await noise_row(host, image, scale))
+            rows.append(await evidence_row(scale))
             return rows + await measure(host, Cold(source, scratch), handle.pid, scale)
         finally:
             await host.close()

@@ -17,7 +17,7 @@ from etude.errors import SandboxError
 from etude.protocols import Limits
 from etude.sandbox.cgroups import Cgroups, places, reap_root
 from etude.sandbox.client import NamespaceHost, connect_daemon, start_daemon
-from etude.sandbox.daemon import root_key
+from etude.sandbox.daemon import reap_siblings, root_key
 
 
 def groups_of(root: Path) -> list[Path]:
@@ -269,6 +269,16 @@ def test_a_temporary_root_is_removed_also_after_a_kill(machine, shop) -> None:
     assert not handle.root.exists()
     other.close()
     assert not other.root.exists()
+
+
+def test_a_root_that_goes_away_while_it_is_looked_at_is_passed_over(tmp_path: Path, monkeypatch) -> None:
+    """Another sandboxd may remove its own temporary root at this moment."""
+    for name in ("sandbox-own", "sandbox-dead"):
+        (tmp_path / name).mkdir()
+        os.utime(tmp_path / name, (0, 0))
+    monkeypatch.setattr(Path, "glob", lambda self, pattern: [self / "sandbox-gone", self / "sandbox-dead", self / "sandbox-own"])
+    assert reap_siblings(tmp_path / "sandbox-own") == 1
+    assert [path.name for path in tmp_path.iterdir()] == ["sandbox-own"]
 
 
 def test_descriptors_of_the_client_do_not_reach_a_sandbox(on_namespace, shop, tmp_path: Path) -> None:

@@ -175,6 +175,9 @@ def test_the_operators_rules_are_kept(served, shop) -> None:
         with pytest.raises(PolicyError, match="never be admitted"):
             await host.create(image, limits=Limits(memory_bytes=64 * 2**30, disk_bytes=64 * 2**30))
         sandbox = await host.create(image)
+        if "execs" in (await sandbox.info()).boundary.evidence:
+            await sandbox.exec(["true", "seen"])
+            assert ["true", "seen"] in [entry["argv"] for entry in await sandbox.execs()]
         with pytest.raises(UserError, match="no operation"):
             await sandbox._do("fly")
         with pytest.raises(UserError, match="right fields"):

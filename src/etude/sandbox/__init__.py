@@ -10,6 +10,7 @@ Parts, from the outside in:
 
     open.py        picks a backend; never falls back to a weaker one by itself
     client.py      asyncio side: SandboxHost and Sandbox over the daemon's socket
+    patch.py       unified diffs as functions         graded.py   a test run in a pristine sandbox
     images.py      content-addressed layers on disk, snapshots as chains of them, diffs read from the host
     daemon.py      sandboxd: leases, cgroups, clean-up; single-threaded, standard library only
     base.py, interpreter.py   the file system and the Python that sandboxes see
@@ -19,6 +20,8 @@ Parts, from the outside in:
     service/       sandboxes of other machines: `etude env serve`, its client, the fleet scheduler
     http1.py       strict HTTP/1.1 on asyncio streams
     linux.py       the system calls, through ctypes        probe.py   what this machine can enforce
+    boundary.py    the aspects of the host that a boundary record speaks of
+    landlock.py, confined.py   Landlock, filter and limits, for machines without user namespaces; only by name
     plain.py       no boundary at all; only by name and with unsafe=True
 
 Importing this package loads nothing beyond this docstring: the daemon must stay small and free of threads.

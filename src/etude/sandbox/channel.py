@@ -64,6 +64,8 @@ class Channel:
             raise SandboxError(f"sandbox {self.name} ended during {op}: {why}; its rollout is masked") from None
         finally:
             self._waiting.pop(number, None)
+            if not future.cancel() and not future.cancelled():
+                future.exception()  # it may have failed while the request was still being written
 
     def _cancel(self, number: int) -> None:
         """Nobody waits for this any more: let the server stop what it started."""

@@ -41,6 +41,7 @@ DAEMON_TIMEOUT_S = 30.0
 START_TIMEOUT_S = 60.0
 LEVELS = (Level.FILES, Level.SESSION)
 """Live processes (L2) would need a checkpoint of the kernel's state of them, a machine (L3) a machine."""
+MAX_LINE = 1 << 12
 PARALLEL_CREATES = 8
 """More at once only wait for each other: the knee was at two workers on two cores."""
 
@@ -356,6 +357,15 @@ class NamespaceSandbox(ServedSandbox):
         if self._upper < 0:
             raise SandboxError(f"sandbox {self.id} was destroyed; read what it changed before that")
         return os.dup(self._upper)
+
+    async def execs(self) -> list[dict[str, Any]]:
+        """What ran so far, collected by the host: {"pid", "path", "argv"} of each exec; {"full": True} where the record ended."""
+        _, fds = await (await self._host.link()).request("evidence", id=self.id)
+        try:
+            data = await asyncio.to_thread(os.pread, fds[0], zygote.MAX_EVIDENCE + MAX_LINE, 0)
+        finally:
+            os.close(fds[0])
+        return [json.loads(line) for line in data.splitlines() if line.endswith(b"}")]
 
     async def diff(self) -> list[Change]:
         return list((await self.diff_report()).changes)

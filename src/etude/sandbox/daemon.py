@@ -49,6 +49,10 @@ ADOPTION_S = 30.0
 KEPT_FATES = 512
 MAX_LISTED = 300
 """Sandboxes told in one answer; it must fit into a packet."""
+EXECS_COVER = (
+    "program and arguments of every execve and execveat, of grandchildren too, that found its program, up to 8 MiB; as they were when the "
+    "call was made, which another thread of the process can still change; test runs are forks of a warm interpreter, and no exec"
+)
 YOUNG_S = 30.0
 """A temporary root younger than this may belong to a sandboxd that is just starting."""
 
@@ -79,6 +83,8 @@ class Settings:
     """False: copy workspaces even where an overlay works."""
     linger_s: float = 0.0
     """End when nobody was connected and nothing lived for this long; 0 for never."""
+    execs: bool = True
+    """False: collect no command lines."""
     cgroups: bool = True
     """False: poll even where control groups can be written."""
 
@@ -106,6 +112,8 @@ class Box:
     """Sockets of its network namespace, for the client that serves them; empty without a network."""
     keep: str = ""
     """What its client wants back when it adopts it: the key of the authority that the sandbox trusts."""
+    execs: int = -1
+    """Memory file of the command lines that ran in it."""
     why: str = ""
     dying_since: float = 0.0
     on_started: list[tuple[Client, int]] = field(default_factory=list)
@@ -133,7 +141,7 @@ class Daemon:
         self._environment = self._interpreter.environment()
         reaped = reap_root(root)
         self._cgroups = Cgroups(self.key, use=settings.cgroups)
-        self._overlay = settings.overlay
+        self._overlay, self._execs = settings.overlay, settings.execs
         self._reaped = reaped + self._cgroups.reap()
         self._cgroups.record(root)
         self._broken = ""
@@ -145,6 +153,9 @@ class Daemon:
         """The fields of records.Boundary, as this machine enforces them."""
         memory, pids = self._cgroups.enforces("memory"), self._cgroups.enforces("pids")
         counted = "RLIMIT_NPROC, counted per user namespace" if counts_per_namespace() else "polling every 50 ms"
+        coverage = {"layer diff": "every file of the workspace at its end; links, devices and names that are not UTF-8 by name only"}
+        if self._execs:
+            coverage["execs"] = EXECS_COVER
         return {
             "backend": "namespace",
             "shared_kernel": True,
@@ -159,8 +170,8 @@ class Daemon:
                 "wall": "timer of the tool server, and the lease kept by sandboxd",
                 "output": "count of the tool server",
             },
-            "evidence": ["layer diff"],
-            "coverage": {"layer diff": "every file of the workspace at its end; links, devices and names that are not UTF-8 by name only"},
+            "evidence": list(coverage),
+            "coverage": coverage,
         }
 
     @staticmethod
@@ -268,7 +279,7 @@ class Daemon:
     def _zygote_said(self) -> None:
         assert self._zygote is not None
         try:
-            message, _ = receive(self._zygote)
+            message, fds = receive(self._zygote)
         except OSError:
             message = None
         if message is None:
@@ -278,8 +289,14 @@ class Daemon:
         elif "ready" in message:
             self._zygote_ready = True
             self._overlay = self._overlay and message["overlay"]
+            self._execs = self._execs and message["execs"]
             self._announce({"ready": True, "boundary": self.boundary(), "reaped": self._reaped})
             self._refill()
+        elif "evidence" in message:
+            if message["evidence"] in self._boxes:
+                self._boxes[message["evidence"]].execs = fds.pop()
+            for fd in fds:
+                os.close(fd)
         elif message["dead"] in self._boxes:
             self._bury(self._boxes[message["dead"]], message["why"])
 
@@ -372,7 +389,7 @@ class Daemon:
         with contextlib.suppress(KeyError, ValueError):
             self._selector.unregister(box.control)
         box.control.close()
-        for fd in (box.upper, *box.ways_out):
+        for fd in (box.upper, box.execs, *box.ways_out):
             if fd >= 0:
                 os.close(fd)
         self._cgroups.remove(box.group)
@@ -483,6 +500,7 @@ class Daemon:
             "poll_memory": "memory" not in box.group.folders,
             "poll_pids": "pids" not in box.group.folders and not counts_per_namespace(),
             "overlay": self._overlay,
+            "execs": self._execs,
         }
         send(box.control, order, [fds[0], *box.group.counters.values()])
         box.deadline = time.monotonic() + float(message["ttl_s"])
@@ -518,6 +536,13 @@ class Daemon:
             return
         box.on_gone.append((client, message["n"]))
         self._kill(box, "it was destroyed")
+
+    def _op_evidence(self, client: Client, message: dict[str, Any], _fds: list[int]) -> None:
+        box = self._boxes.get(message["id"])
+        if box is None or box.execs < 0:
+            self._reply(client, message["n"], {"error": f"no evidence of sandbox {message['id']}: {self._why(message['id'])}"})
+            return
+        self._reply(client, message["n"], {}, [box.execs])
 
     def _op_fate(self, client: Client, message: dict[str, Any], _fds: list[int]) -> None:
         self._reply(client, message["n"], {"why": self._why(message["id"])})
@@ -589,9 +614,12 @@ def reap_siblings(root: Path) -> int:
     """Remove the temporary roots beside ours whose sandboxd is gone."""
     count = 0
     for sibling in root.parent.glob("sandbox-*"):
-        if sibling == root or time.time() - sibling.stat().st_mtime < YOUNG_S:
+        try:
+            if sibling == root or time.time() - sibling.stat().st_mtime < YOUNG_S:
+                continue
+            held = lock(sibling)
+        except FileNotFoundError:  # its sandboxd has just removed it
             continue
-        held = lock(sibling)
         if held < 0:
             continue
         count += 1 + reap_root(sibling)
@@ -616,6 +644,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--packages", default="pytest", help="distributions that sandboxes see, separated by commas; or: all")
     parser.add_argument("--no-overlay", action="store_true", help="copy workspaces into memory, as is done where overlayfs does not work")
     parser.add_argument("--no-cgroups", action="store_true", help="poll memory, as is done where no control group can be written")
+    parser.add_argument("--no-execs", action="store_true", help="collect no command lines as evidence")
     parser.add_argument("--with-parent", action="store_true", help="stop when standard input closes")
     parser.add_argument("--linger", type=float, default=0.0, metavar="S", help="stop after S seconds without a client and a sandbox")
     parser.add_argument("--temporary", action="store_true", help="remove ROOT at the end, and dead temporary roots beside it at the start")
@@ -645,6 +674,7 @@ def main(argv: list[str] | None = None) -> int:
         overlay=not arguments.no_overlay,
         cgroups=not arguments.no_cgroups,
         linger_s=arguments.linger,
+        execs=not arguments.no_execs,
     )
     try:
         Daemon(root, listen(path), settings, announce).serve(0 if arguments.with_parent else -1)

@@ -15,6 +15,7 @@ Landlock adds a second, independent no to what the mount namespace already does 
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import errno
 import fcntl
@@ -311,6 +312,116 @@ def install_filter(*, alone: bool = False) -> None:
     if result < 0:
         code = ctypes.get_errno()
         raise OSError(code, f"seccomp filter: {os.strerror(code)}")
+
+
+_EXECS = {"x86_64": {"seccomp": 317, "execve": 59, "execveat": 322}, "aarch64": {"seccomp": 277, "execve": 221, "execveat": 281}}
+_NOTIFY = 0x7FC00000
+_RECEIVE, _ANSWER, _STILL_VALID, _CONTINUE = 0xC0502100, 0xC0182101, 0x40082102, 1
+MAX_WORDS, MAX_WORD = 512, 4096
+"""Of a command line that is recorded."""
+
+
+def notify_execs() -> int:
+    """From now on every execve and execveat of this process and its children waits until the listener, which is returned, lets it go on.
+    -1 where the kernel cannot. Needs no_new_privs."""
+    if MACHINE not in _EXECS:
+        return -1
+    numbers = _EXECS[MACHINE]
+    program = b"".join(
+        [_op(_LD, _NR), _op(_JEQ, numbers["execve"], 1, 0), _op(_JEQ, numbers["execveat"], 0, 1), _op(_RET, _NOTIFY), _op(_RET, _ALLOW)]
+    )
+    body = _Program(len(program) // 8, program)
+    set_mode_filter, new_listener, wait_killable = 1, 1 << 3, 1 << 5
+    for flags in (new_listener | wait_killable, new_listener):  # the second is for Linux before 5.19
+        result = _libc.syscall(ctypes.c_long(numbers["seccomp"]), ctypes.c_uint(set_mode_filter), ctypes.c_uint(flags), ctypes.byref(body))
+        if result >= 0:
+            os.set_inheritable(result, False)
+            return result
+    return -1
+
+
+def execs_can_be_seen() -> bool:
+    """Whether `notify_execs` works here, found by doing it in a child. A container's own listener may be in the way."""
+    pid = os.fork()
+    if pid == 0:
+        code = 1
+        try:
+            prctl(PR_SET_NO_NEW_PRIVS, 1)
+            code = 0 if notify_execs() >= 0 else 1
+        finally:
+            os._exit(code)
+    major, minor, *_ = os.uname().release.split(".")
+    goes_on = (int(major), int("".join(c for c in minor if c.isdigit()) or 0)) >= (5, 5)  # before, a call could only be refused
+    return os.waitpid(pid, 0)[1] == 0 and goes_on
+
+
+def next_exec(listener: int) -> tuple[int, str, list[str]] | None:
+    """Let one waiting exec go on: its process, its program and its command line. None when nothing waits any more, or when there is no such
+    program (a search along PATH tries many). OSError when the last process is gone.
+
+    Read is what the arguments are now; a process with several threads can change them until the kernel reads them again.
+    """
+    notice = bytearray(80)
+    try:
+        fcntl.ioctl(listener, _RECEIVE, notice)
+    except OSError as error:
+        if error.errno in (errno.ENOENT, errno.EINTR, errno.EAGAIN):  # it was killed meanwhile
+            return None
+        raise
+    number, pid = struct.unpack_from("QI", notice)
+    call, _, _, *arguments = struct.unpack_from("iIQ6Q", notice, 16)
+    seen = None
+    try:
+        seen = _command(pid, call == _EXECS[MACHINE]["execveat"], arguments)
+        fcntl.ioctl(listener, _STILL_VALID, struct.pack("Q", number))
+    except OSError:  # it ended while it was read, or points nowhere and will fail
+        pass
+    with contextlib.suppress(OSError):
+        fcntl.ioctl(listener, _ANSWER, bytearray(struct.pack("QqiI", number, 0, 0, _CONTINUE)))
+    return seen
+
+
+def _command(pid: int, at: bool, arguments: list[int]) -> tuple[int, str, list[str]] | None:
+    memory = os.open(f"/proc/{pid}/mem", os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        path = os.fsdecode(_string(memory, arguments[1 if at else 0]))
+        folder = f"/proc/{pid}/fd/{arguments[0] & 0xFFFFFFFF}" if at and arguments[0] & 0xFFFFFFFF != 0xFFFFFF9C else f"/proc/{pid}/cwd"
+        place = f"/proc/{pid}/root{path}" if path.startswith("/") else f"{folder}/{path}" if path else folder
+        if not path.startswith("/proc/") and not os.path.exists(place):
+            return None
+        words = []
+        for pointer in _pointers(memory, arguments[2 if at else 1]):
+            words.append(os.fsdecode(_string(memory, pointer)))
+        return pid, path or os.readlink(folder), words
+    finally:
+        os.close(memory)
+
+
+def _pointers(memory: int, place: int) -> list[int]:
+    found: list[int] = []
+    while place and len(found) < MAX_WORDS:
+        data = os.pread(memory, min(64 * 8, 4096 - place % 4096), place)
+        for (pointer,) in struct.iter_unpack("Q", data[: len(data) // 8 * 8]):
+            if pointer == 0:
+                return found
+            found.append(pointer)
+        if len(data) < 8:
+            break
+        place += len(data)
+    return found[:MAX_WORDS]
+
+
+def _string(memory: int, place: int) -> bytes:
+    """Up to its zero, a page at a time: the next page may not be there."""
+    text = b""
+    while len(text) < MAX_WORD:
+        part = os.pread(memory, 4096 - place % 4096, place)
+        if b"\0" in part:
+            return (text + part[: part.index(b"\0")])[:MAX_WORD]
+        if not part:
+            break
+        text, place = text + part, place + len(part)
+    return text[:MAX_WORD]
 
 
 # ---------------------------------------------------------------------------------------------------

@@ -37,6 +37,8 @@ LAYERS, SCRATCH = "/mnt/layers", "/mnt/scratch"
 WRITABLE = (REPO, "/tmp", "/dev/shm")
 MAX_MESSAGE = 1 << 16
 MAX_FDS = 32
+MAX_EVIDENCE = 8 * 2**20
+"""Bytes of command lines that are kept of one sandbox."""
 
 
 def send(sock: socket.socket, message: dict[str, Any], fds: tuple[int, ...] | list[int] = ()) -> None:
@@ -55,18 +57,22 @@ class Zygote:
     def __init__(self, control: socket.socket) -> None:
         self._control = control
         self._children: dict[int, str] = {}
+        self._evidence: dict[str, Evidence] = {}
         self._own_pid_namespace = os.open("/proc/self/ns/pid", os.O_RDONLY | os.O_CLOEXEC)
         self._wake, wake_write = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
         signal.set_wakeup_fd(wake_write, warn_on_full_buffer=False)
         signal.signal(signal.SIGCHLD, lambda *_: None)
 
     def serve(self) -> None:
-        selector = selectors.DefaultSelector()
+        self._selector = selector = selectors.DefaultSelector()
         selector.register(self._control, selectors.EVENT_READ)
         selector.register(self._wake, selectors.EVENT_READ)
         while True:
             for key, _ in selector.select():
-                if key.fd == self._wake:
+                if isinstance(key.data, Evidence):
+                    if selector.get_map().get(key.fd) is key:  # an event before it in this batch may have closed it
+                        key.data.more(selector)
+                elif key.fd == self._wake:
                     with contextlib.suppress(BlockingIOError):
                         os.read(self._wake, 4096)
                     self._reap()
@@ -93,6 +99,7 @@ class Zygote:
 
     def _spawn(self, name: str, fds: list[int]) -> None:
         linux.unshare(linux.CLONE_NEWPID)
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         try:
             pid = os.fork()
         finally:
@@ -101,13 +108,17 @@ class Zygote:
         if pid == 0:
             code = 1
             try:
-                become_sandbox(fds[0], fds[1:])
+                become_sandbox(fds[0], fds[1:], theirs.detach())
                 code = 0
             except Exception:
                 traceback.print_exc()  # into the log of sandboxd
             finally:
                 os._exit(code)
+        theirs.close()
         self._children[pid] = name
+        self._evidence[name] = evidence = Evidence(ours)
+        self._selector.register(ours, selectors.EVENT_READ, evidence)
+        send(self._control, {"evidence": name}, [evidence.file])
 
     def _reap(self) -> None:
         while True:
@@ -119,18 +130,72 @@ class Zygote:
                 return
             name = self._children.pop(pid, None)
             if name is not None:
+                self._evidence.pop(name).close(self._selector)
                 send(self._control, {"dead": name, "why": _how(os.waitstatus_to_exitcode(status))})
+
+
+class Evidence:
+    """Command lines of one sandbox, as JSON lines in a memory file that sandboxd and the client read."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        self.file = os.memfd_create("execs", os.MFD_CLOEXEC)
+        self._sock: socket.socket | None = sock
+        self._listener = -1
+        self._size = 0
+
+    def more(self, selector: selectors.BaseSelector) -> None:
+        """The listener has arrived, or an exec waits for it."""
+        if self._listener >= 0:
+            try:
+                seen = linux.next_exec(self._listener)
+            except OSError:  # no process is left that could exec
+                self.close(selector, file=False)
+                return
+            if seen is not None:
+                self._write(*seen)
+            return
+        assert self._sock is not None
+        message, fds = receive(self._sock)
+        selector.unregister(self._sock)
+        self._sock.close()
+        self._sock = None
+        if message is not None and fds:
+            self._listener = fds[0]
+            selector.register(self._listener, selectors.EVENT_READ, self)
+
+    def _write(self, pid: int, path: str, words: list[str]) -> None:
+        if self._size > MAX_EVIDENCE:
+            return
+        line = json.dumps({"pid": pid, "path": path, "argv": words}).encode() + b"\n"
+        if self._size + len(line) > MAX_EVIDENCE:
+            line = b'{"full": true}\n'
+            self._size = MAX_EVIDENCE
+        self._size += len(line)
+        os.write(self.file, line)
+
+    def close(self, selector: selectors.BaseSelector, *, file: bool = True) -> None:
+        """Drop the listener: an exec that still waits is then refused. And the file, when the sandbox is gone."""
+        if self._sock is not None:
+            selector.unregister(self._sock)
+            self._sock.close()
+            self._sock = None
+        if self._listener >= 0:
+            selector.unregister(self._listener)
+            os.close(self._listener)
+            self._listener = -1
+        if file:
+            os.close(self.file)
 
 
 def _how(code: int) -> str:
     return f"its first process was killed by signal {-code}" if code < 0 else f"its first process ended with status {code}"
 
 
-def become_sandbox(control_fd: int, cgroup_fds: list[int]) -> None:
+def become_sandbox(control_fd: int, cgroup_fds: list[int], evidence_fd: int) -> None:
     """In a fresh fork: wait as a shell for the order to start, then shut every door and serve."""
     for fd in cgroup_fds:
         os.write(fd, b"0")
-    kept = sorted({0, 1, 2, control_fd})
+    kept = sorted({0, 1, 2, control_fd, evidence_fd})
     for low, high in zip(kept, [*kept[1:], 1 << 16], strict=True):
         os.closerange(low + 1, high)
     signal.set_wakeup_fd(-1)
@@ -148,6 +213,13 @@ def become_sandbox(control_fd: int, cgroup_fds: list[int]) -> None:
         if network:
             redirect.trust(network["authority"])
         score_fd, ways_out = close_doors(order["limits"], count_processes=not order["poll_pids"], network=network)
+        with socket.socket(fileno=evidence_fd) as evidence:
+            listener = linux.notify_execs() if order["execs"] else -1
+            if listener >= 0:
+                send(evidence, {}, [listener])
+                os.close(listener)
+            elif order["execs"]:
+                raise OSError("no listener for execs can be installed any more; start sandboxd with --no-execs")
         server = toolserver.Server(
             workdir=REPO,
             limits=order["limits"],
@@ -284,5 +356,5 @@ def main(control_fd: int) -> None:
     except Exception as error:  # whatever an import can raise is one line for the person who asked for a sandbox
         send(control, {"failed": f"the fork server could not import pytest: {error!r}"})
         return
-    send(control, {"ready": True, "overlay": linux.overlay_works(SCRATCH)})
+    send(control, {"ready": True, "overlay": linux.overlay_works(SCRATCH), "execs": linux.execs_can_be_seen()})
     Zygote(control).serve()

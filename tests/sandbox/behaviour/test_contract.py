@@ -314,7 +314,7 @@ def test_pause_stops_every_process_and_resume_lets_them_go_on(on, shop) -> None:
         await asyncio.sleep(0.1)
         assert await sandbox.read("count") == first
         await sandbox.resume()
-        for _ in range(500):
+        for _ in range(3000):
             if await sandbox.read("count") not in (first, b""):
                 return
             await asyncio.sleep(0.01)
