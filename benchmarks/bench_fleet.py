@@ -6,9 +6,9 @@ heavy-tailed (median 1.5 GiB, a quarter of a core; some ask for twenty times tha
     burst    all arrive at once on an empty fleet
     churn    one leaves and one arrives, at 100,000 live, while hosts report what they measure (ours only: the peers know no pressure)
 
-Peers, on the same trace in the same run: best fit that looks at every host (one numpy pass each; the standard that packing is
-stated against), first fit, and spreading over the emptiest host, which is what cluster schedulers do by default. Packing is
-hosts in use; `floor` is the sum of what was asked for over a host, which no scheduler can beat.
+Peers, on the same trace in the same run: best fit that looks at every host (one numpy pass each, and no account of what is where; the
+standard that packing is stated against), first fit, and spreading over the emptiest host, which is what cluster schedulers do by
+default. Packing is hosts in use; `floor` is the sum of what was asked for over a host, which no scheduler can beat.
 Rates are per second of processor time: both sides are one thread of pure computing, and what else the machine does is not theirs.
 Goal: 500 placements a second at the packing of best fit.
 """

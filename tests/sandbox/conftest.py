@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import signal
 import subprocess
@@ -182,13 +183,48 @@ class ServedElsewhere:
         return asyncio.run(main())
 
 
+@contextlib.contextmanager
+def network_namespace() -> Iterator[tuple[tuple[str, ...], str, Callable[..., None]]]:
+    """(prefix of commands that run in it, its address, `ip`) of a network namespace that one cable joins to this one. For root."""
+    name, device, net = f"etude-{os.getpid()}", f"ve{os.getpid()}", f"10.213.{os.getpid() % 250}"
+
+    def ip(*words: str) -> None:
+        subprocess.run(["ip", *words], check=True)
+
+    ip("netns", "add", name)
+    try:
+        ip("link", "add", device, "type", "veth", "peer", "name", "eth0", "netns", name)
+        ip("addr", "add", f"{net}.1/24", "dev", device)
+        ip("link", "set", device, "up")
+        for words in (("addr", "add", f"{net}.2/24", "dev", "eth0"), ("link", "set", "eth0", "up"), ("link", "set", "lo", "up")):
+            ip("-n", name, *words)
+        yield ("ip", "netns", "exec", name), f"{net}.2", lambda state: ip("link", "set", device, state)
+    finally:
+        ip("netns", "del", name)
+
+
+ELSEWHERE = "ETUDE_TEST_ELSEWHERE"
+"""Set: the service of the behaviour suite runs in another network namespace."""
+
+
 @pytest.fixture(scope="session")
 def served(machine: Probe, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServedElsewhere]:
     """One environment service for all tests, of which nothing may be left when it ends."""
     if not machine.works:
         pytest.skip(machine.explain())
-    server = ServedElsewhere(tmp_path_factory.mktemp("served"))
-    yield server
+    with contextlib.ExitStack() as stack:
+        folder = tmp_path_factory.mktemp("served")
+        if os.environ.get(ELSEWHERE):
+            prefix, address, _ = stack.enter_context(network_namespace())
+            server = ServedElsewhere(folder, "--insecure", address=f"{address}:0", prefix=prefix)
+        else:
+            server = ServedElsewhere(folder)
+        yield server
+        close_account(server)
+
+
+def close_account(server: ServedElsewhere) -> None:
+    """Nothing of a service may be left when it ends."""
     stats = server.play(lambda host: host.stats())
     assert server.end() == 0
     assert stats["live"] == 0

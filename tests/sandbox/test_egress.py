@@ -68,8 +68,11 @@ class Origin:
             def log_message(self, *_: object) -> None:
                 pass
 
-        self.plain = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        self.tls = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        class Server(http.server.ThreadingHTTPServer):
+            request_queue_size = 256  # the default of 5 lets the kernel drop first packets, which come again after seconds
+
+        self.plain = Server(("127.0.0.1", 0), Handler)
+        self.tls = Server(("127.0.0.1", 0), Handler)
         self.tls.socket = authority.context("origin.test").wrap_socket(self.tls.socket, server_side=True)
         self.tls.handle_error = lambda *_: None  # type: ignore[method-assign]  # a greeting that is broken off is part of the tests
         self._threads = [threading.Thread(target=server.serve_forever, args=(0.05,)) for server in (self.plain, self.tls)]
@@ -379,11 +382,11 @@ def test_an_index_shows_and_gives_only_what_was_published_before(origin, tmp_pat
 
 def test_more_connections_than_allowed_wait(origin, tmp_path) -> None:
     async def scene(client: Client) -> None:
-        answers = await asyncio.gather(*(client.raw(get(f"http://plain.test/{i}", "plain.test")) for i in range(150)))
+        answers = await asyncio.gather(*(client.raw(get(f"http://plain.test/{i}", "plain.test")) for i in range(100)))
         assert all(b"hello" in answer for answer in answers)
 
     converse(NetworkPolicy(allow=(origin.plain_rule(),)), tmp_path, scene)
-    assert len(origin.seen) == 150
+    assert len(origin.seen) == 100
 
 
 def test_without_the_package_a_rule_that_reads_says_how_to_go_on(tmp_path) -> None:
@@ -590,3 +593,12 @@ def test_an_adopted_sandbox_keeps_its_way_out(daemon, origin) -> None:
         await second.close()
 
     asyncio.run(asyncio.wait_for(main(), 60))
+
+
+@pytest.mark.slow
+def test_the_same_as_an_ordinary_user(as_ordinary_user) -> None:
+    """The route, the raw sockets and the ports below 1024 need no privilege outside of the sandbox's own namespace."""
+    said = as_ordinary_user("tests/sandbox/test_egress.py", "-k", "redirected or out_of_reach or each_phase")
+    if "skipped" in said:
+        pytest.skip("that user cannot see the cryptography package")
+    assert said.startswith("..."), said

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 import struct
 
 import pytest
@@ -246,6 +247,19 @@ def test_the_name_in_a_tls_greeting() -> None:
     for size in (6, 20, 60, len(whole) - 8):
         with pytest.raises(Denied):
             server_name(whole[:size])
+
+
+def test_random_bytes_are_denied_and_break_nothing() -> None:
+    dice = random.Random(7)
+    for _ in range(2000):
+        noise = dice.randbytes(dice.randrange(1, 90))
+        hello = b"\x16\x03\x01" + len(noise).to_bytes(2, "big") + b"\x01\x00\x00" + bytes([max(0, len(noise) - 4)]) + noise[4:]
+        for read in (server_name, lambda data: http1.parse_request(data + b"\r\n\r\n"), lambda data: answer(data, lambda name: "")):
+            try:
+                read(hello)
+                read(noise)
+            except (Denied, BadMessage):
+                pass
 
 
 def test_heads_are_read_strictly() -> None:

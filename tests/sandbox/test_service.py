@@ -175,6 +175,9 @@ def test_the_operators_rules_are_kept(served, shop) -> None:
         with pytest.raises(PolicyError, match="never be admitted"):
             await host.create(image, limits=Limits(memory_bytes=64 * 2**30, disk_bytes=64 * 2**30))
         sandbox = await host.create(image)
+        if "execs" in (await sandbox.info()).boundary.evidence:
+            await sandbox.exec(["true", "seen"])
+            assert ["true", "seen"] in [entry["argv"] for entry in await sandbox.execs()]
         with pytest.raises(UserError, match="no operation"):
             await sandbox._do("fly")
         with pytest.raises(UserError, match="right fields"):
@@ -227,15 +230,20 @@ def test_hostile_bytes_do_not_harm_the_server(served) -> None:
 
 
 @pytest.fixture
-def serve(machine: Any, tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Any]:
+def shared(request: pytest.FixtureRequest) -> Any:
+    """What conftest.py of this folder offers beside fixtures."""
+    return next(each for each in request.config.pluginmanager.get_plugins() if hasattr(each, "ServedElsewhere"))
+
+
+@pytest.fixture
+def serve(machine: Any, tmp_path: Path, shared: Any) -> Iterator[Any]:
     """serve(*options) starts a server on this test's root; the last one is ended and the account must balance."""
     if not machine.works:
         pytest.skip(machine.explain())
-    conftest = next(each for each in request.config.pluginmanager.get_plugins() if hasattr(each, "ServedElsewhere"))
     servers = []
 
     def start(*options: str, **settings: Any) -> Any:
-        servers.append(conftest.ServedElsewhere(tmp_path / "root", *options, **settings))
+        servers.append(shared.ServedElsewhere(tmp_path / "root", *options, **settings))
         return servers[-1]
 
     yield start
@@ -243,7 +251,7 @@ def serve(machine: Any, tmp_path: Path, request: pytest.FixtureRequest) -> Itera
         if server.process.poll() is None:
             server.end()
     deadline = time.monotonic() + 20
-    while (left := conftest.leftovers(tmp_path / "root")) and time.monotonic() < deadline:
+    while (left := shared.leftovers(tmp_path / "root")) and time.monotonic() < deadline:
         time.sleep(0.1)
     assert left == []
 
@@ -472,35 +480,34 @@ def test_a_service_with_tls_and_a_network(serve, shop, tmp_path) -> None:
     server.play(scene, ca=str(tmp_path / "ca.pem"))
 
 
+needs_root = pytest.mark.skipif(os.geteuid() != 0 or not shutil.which("ip"), reason="another network namespace needs root and `ip`")
+
+
 @pytest.mark.slow
-@pytest.mark.skipif(os.geteuid() != 0 or not shutil.which("ip"), reason="a network namespace with a way between needs root and `ip`")
-def test_a_service_in_another_network_namespace(serve, shop) -> None:
-    name, net = f"etude-{os.getpid()}", f"10.213.{os.getpid() % 250}"
-
-    def ip(*words: str) -> None:
-        subprocess.run(["ip", *words], check=True)
-
-    ip("netns", "add", name)
-    try:
-        ip("link", "add", f"ve{os.getpid()}", "type", "veth", "peer", "name", "eth0", "netns", name)
-        ip("addr", "add", f"{net}.1/24", "dev", f"ve{os.getpid()}")
-        ip("link", "set", f"ve{os.getpid()}", "up")
-        for words in (("addr", "add", f"{net}.2/24", "dev", "eth0"), ("link", "set", "eth0", "up"), ("link", "set", "lo", "up")):
-            ip("-n", name, *words)
-        server = serve("--insecure", address=f"{net}.2:0", prefix=("ip", "netns", "exec", name))
+@needs_root
+def test_a_cable_that_is_pulled_in_mid_exec_costs_nothing(serve, shop, shared) -> None:
+    with shared.network_namespace() as (prefix, address, cable):
+        server = serve("--insecure", address=f"{address}:0", prefix=prefix)
 
         async def scene(host: RemoteHost) -> None:
             sandbox = await host.create(await host.add_image(shop))
             running = asyncio.create_task(sandbox.exec(ONCE))
             await asyncio.sleep(0.3)
-            await asyncio.to_thread(ip, "link", "set", f"ve{os.getpid()}", "down")
+            await asyncio.to_thread(cable, "down")
             await asyncio.sleep(1.0)
-            await asyncio.to_thread(ip, "link", "set", f"ve{os.getpid()}", "up")
+            await asyncio.to_thread(cable, "up")
             assert (await running).output == b"ran\n"
-            answer = await sandbox.call("pytest", {"args": ["-q"], "report": True})
-            assert answer["code"] == 0
 
         server.play(scene)
         assert server.end() == 0
-    finally:
-        ip("netns", "del", name)
+
+
+@pytest.mark.slow
+@needs_root
+def test_the_behaviour_suite_passes_over_a_service_in_another_network_namespace(machine) -> None:
+    if not machine.works:
+        pytest.skip(machine.explain())
+    environment = {**os.environ, "ETUDE_TEST_ELSEWHERE": "1", "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
+    command = [sys.executable, "-m", "pytest", "tests/sandbox/behaviour", "-k", "remote", "-q", "-p", "no:cacheprovider"]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout[-6000:]

@@ -443,6 +443,10 @@ class Service:
     async def _op_grade(self, box: Env, sandbox: Sandbox, /, bundle: dict[str, Any]) -> Any:
         return wire.plain(await sandbox.grade(wire.bundle(bundle)))
 
+    async def _op_execs(self, box: Env, sandbox: Sandbox, /) -> Any:
+        execs = getattr(sandbox, "execs", None)
+        return await execs() if execs is not None else []
+
     async def _op_network_log(self, box: Env, sandbox: Sandbox, /, after: int) -> Any:
         door = getattr(sandbox, "network", None)
         return door.log.lines[after:] if door is not None else []

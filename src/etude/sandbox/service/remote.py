@@ -379,6 +379,10 @@ class RemoteSandbox:
         """Lines of the network log from number `after` on."""
         return await self._do("network_log", after=after)
 
+    async def execs(self) -> builtins.list[dict[str, Any]]:
+        """Command lines that ran in it, as the server's backend collects them; see `boundary.coverage`."""
+        return await self._do("execs")
+
     async def lease(self, kind: str, ttl_s: float) -> None:
         """Take, extend or (with 0) give back a lease."""
         request = {"kind": kind, "holder": self._host.holder, "ttl_s": ttl_s}
