@@ -116,7 +116,8 @@ def test_a_second_signal_ends_what_is_left(start):
 @pytest.mark.parametrize(
     "words, why",
     [
-        ({"overrides": ["trainer.lr=1"]}, "unknown config key 'trainer'"),
+        ({"overrides": ["trainer.lr=1"]}, "'trainer' is no field that a server has"),
+        ({"overrides": ["engine=3"]}, "it takes engine.NAME=VALUE"),
         ({"overrides": ["engine.max_runing=1"]}, "did you mean 'max_running'"),
         ({"api_key": "secret"}, "env:NAME"),
         ({"model": "nonsense"}, "no model 'nonsense'"),
