@@ -82,7 +82,7 @@ def test_the_shipped_policy_is_served_and_ctrl_c_drains(start):
         assert asyncio.run(scene()) == 300  # the request in progress was let to its end
     finally:
         del os.environ["SERVE_KEY"]
-    _, err = process.communicate(timeout=60)
+    _, err = process.communicate(timeout=600)
     assert process.returncode == 0, err
     assert "draining 1 requests" in err
     assert "done" in err
@@ -108,7 +108,7 @@ def test_a_second_signal_ends_what_is_left(start):
                 await read()
 
     asyncio.run(scene())
-    _, err = process.communicate(timeout=60)
+    _, err = process.communicate(timeout=600)
     assert process.returncode == 0, err
     assert "1 requests were cut off" in err
 
