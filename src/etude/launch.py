@@ -456,8 +456,9 @@ def serve(
 
     config = apply_overrides({"engine": {"max_waiting": WAITING}}, overrides)
     foreign = sorted(set(config) - {"engine"})
-    if foreign:
-        raise UserError(f"unknown config key {foreign[0]!r}; a server takes engine.NAME=VALUE, such as engine.max_running=32")
+    if foreign or not isinstance(config["engine"], dict):
+        name = foreign[0] if foreign else "engine"
+        raise UserError(f"{name!r} is no field that a server has; it takes engine.NAME=VALUE, such as engine.max_running=32")
     key = secret(api_key) if api_key else ""
     if contract and not key and host not in ("127.0.0.1", "::1", "localhost"):
         raise UserError(f"--contract lets clients change the weights; at {host} it needs a key: --api-key env:NAME")

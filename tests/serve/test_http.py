@@ -14,7 +14,7 @@ HELLO = {"model": "scripted", "messages": [{"role": "user", "content": "hello"}]
 
 def run(scene):
     async def main():
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(600):
             await scene()
 
     asyncio.run(main())

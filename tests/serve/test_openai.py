@@ -39,7 +39,7 @@ CALLS = (
 def run(desk, scene, replies, *, key="", engine=None, **options):
     async def main():
         async with (
-            asyncio.timeout(60),
+            asyncio.timeout(600),
             desk.served(engine or desk.scripted(replies, **options), api_key=key) as server,
             openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key=key or "none", max_retries=0) as client,
         ):

@@ -145,7 +145,7 @@ def play(request, tmp_path, monkeypatch) -> Callable[[Callable[[World], Awaitabl
 
     def run(scene: Callable[[World], Awaitable[None]]) -> None:
         async def main() -> None:
-            async with asyncio.timeout(60), opened(request.param, tmp_path) as world:
+            async with asyncio.timeout(600), opened(request.param, tmp_path) as world:
                 await scene(world)
 
         asyncio.run(main())
