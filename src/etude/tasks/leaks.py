@@ -125,8 +125,10 @@ class Prover:
             for piece in pieces:
                 data = raw if not packed else (piece.text or "").encode("utf-8", "replace")
                 here = [one for line, one in sought if line in data]
-                look = _look(piece) if here else None
-                for one in here if look is not None else ():
+                if not here:
+                    continue
+                look = _look(piece)
+                for one in here:
                     hard = [leak for leak in _match(look, one, (), False) if leak.evidence in _HARD]
                     out += hard or _older(look, one.mark)
         return list(dict.fromkeys(out))
