@@ -191,7 +191,7 @@ def test_a_second_run_does_nothing_again(made, sandboxes, run, tmp_path):
     assert again == result
     assert lines == []
     assert seen == set(result.keys)
-    assert len(seen) == 3
+    assert len(seen) == 6
 
 
 def test_a_killed_run_goes_on_with_the_next_candidate(made, sandboxes, run, tmp_path):
@@ -203,7 +203,7 @@ def test_a_killed_run_goes_on_with_the_next_candidate(made, sandboxes, run, tmp_
     target = out / ".made" / state.name
     target.parent.mkdir(parents=True)
     done = sum(reason == "" for reason in first.values())
-    target.write_text(json.dumps({**kept, "verdicts": first, "keys": kept["keys"][:done], "finished": False}))
+    target.write_text(json.dumps({**kept, "verdicts": first, "keys": kept["keys"][: 2 * done], "finished": False}))
     lines: list[str] = []
     again = run(make_from_package(result.spec, sandboxes, out, root / "cache", settings, say=lines.append))
     assert again.finished
@@ -506,6 +506,20 @@ def test_prompts_name_places_and_hold_no_code():
     assert "Text of a label." in full
 
 
+def test_prompts_say_what_a_signature_does_not():
+    text = "class Parcel:\n    @property\n    def size(self):\n        if self.big:\n            return 2\n        return 1\n\n    x = 1\n"
+    one = Feature(units=(("p.py", "Parcel.size"),), tests=frozenset({"t"}), lines=4)
+    cut = cut_feature({"p.py": text}, one, DeleteLevel.DEFINITION)
+    for terse in (True, False):
+        assert "(@property)" in feature_prompt(cut.parts, cut.level, ["test_p.py"], terse=terse)
+
+
+def test_no_two_tasks_are_decided_by_the_same_tests(made):
+    _, root, _, _ = made
+    decided = [frozenset(read_task(p).grader.fail_to_pass) for p in (root / "out").iterdir() if p.name != ".made"]
+    assert len(set(decided)) == len(decided)
+
+
 def test_copies_in_the_standard_library_are_found():
     import inspect
     import textwrap
@@ -519,3 +533,22 @@ def test_copies_in_the_standard_library_are_found():
     assert [Path(leak.path).name for leak in leaks] == ["textwrap.py"]
     own = delete(DEPOT, "src/depot/parcels.py", "route")
     assert Prover().find_installed([p for p in _installed_roots() if p.suffix == ".py"], [own.fingerprint]) == []
+
+
+def test_an_older_version_in_installed_code_is_found(tmp_path):
+    from etude.tasks.deletion import delete
+    from etude.tasks.leaks import Prover
+
+    older = "def both(self, *sets):\n    cls = self.__class__ if self else dict\n    items = self\n    if sets:\n"
+    older += "        common = set.intersection(*map(set, sets))\n        items = (each for each in self if each in common)\n"
+    older += "    return cls(items)\n"
+    newer = older.replace(
+        "cls = self.__class__ if self else dict\n", "cls: type = dict\n    if isinstance(self, dict):\n        cls = type(self)\n"
+    )
+    newer = newer.replace("items = self\n", "items: Iterable[T] = self\n")
+    cut = delete({"sets.py": newer}, "sets.py", "both")
+    put(
+        tmp_path,
+        {"lib/sets.py": older, "lib/other.py": "def f(sets):\n    common = set.intersection(*map(set, sets))\n    return common\n"},
+    )
+    assert [Path(leak.path).name for leak in Prover().find_installed([tmp_path], [cut.fingerprint])] == ["sets.py"]

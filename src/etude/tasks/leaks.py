@@ -31,6 +31,8 @@ from etude.tasks.unwrap import Budget, Piece, unwrap
 SHARE = 0.6
 """Share of the deleted shingles in one file from which it counts as a copy. Over 2,900 kata deletions the largest share
 in an honest file was 0.20 (tests/tasks/test_katas_slow.py prints it)."""
+SHARE_OF_VERSIONS = 0.3
+"""The same in installed code that holds the longest line of the deleted body word for word: an older version of it."""
 LEAST = 6
 """Shingles below which text alone proves nothing: `return self.n` is everywhere."""
 LEAST_OF_SEVERAL = 24
@@ -123,8 +125,12 @@ class Prover:
             for piece in pieces:
                 data = raw if not packed else (piece.text or "").encode("utf-8", "replace")
                 here = [one for line, one in sought if line in data]
-                look = _look(piece) if here else None
-                out += [leak for one in here if look for leak in _match(look, one, (), False) if leak.evidence in _HARD]
+                if not here:
+                    continue
+                look = _look(piece)
+                for one in here:
+                    hard = [leak for leak in _match(look, one, (), False) if leak.evidence in _HARD]
+                    out += hard or _older(look, one.mark)
         return list(dict.fromkeys(out))
 
     def _looks(self, path: str, raw: bytes, budget: Budget) -> Iterator[_Look]:
@@ -145,6 +151,15 @@ def find_copies(files: Mapping[str, str | bytes], deleted: Fingerprint, *, modul
 def share(text: str, deleted: Fingerprint) -> float:
     """How much of the deleted text is in `text`, by shingles."""
     return len(deleted.shingles & shingles(text)) / len(deleted.shingles) if deleted.shingles else 0.0
+
+
+def _older(look: _Look, mark: Fingerprint) -> list[Leak]:
+    """Another version of the function: beside its longest line, enough of its text."""
+    found = max((len(mark.shingles & words) for words in look.words), default=0) / max(len(mark.shingles), 1)
+    if len(mark.shingles) < LEAST or found < SHARE_OF_VERSIONS:
+        return []
+    channel = " > ".join((*look.piece.via, Evidence.TEXT.value))
+    return [Leak(path=look.piece.path, channel=channel, what=f"{found:.0%} of the text of {mark.name}", evidence=Evidence.TEXT)]
 
 
 def _walk(root: Path) -> Iterator[Path]:

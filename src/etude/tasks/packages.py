@@ -139,7 +139,7 @@ class Made:
     """Reason by candidate; "" for an accepted one."""
     details: dict[str, str] = field(default_factory=dict)
     keys: list[str] = field(default_factory=list)
-    """Code of the accepted ones, so that a later run knows duplicates."""
+    """Code and deciding tests of the accepted ones, so that a later run knows duplicates."""
     finished: bool = False
     wall_s: float = 0.0
 
@@ -211,7 +211,7 @@ async def make_from_package(
                     if verdict.accepted and cut is not None:
                         made.deleted_lines.append(cut.deleted_lines)
                         made.files.append(len(feature.paths))
-                        made.keys.append(cut.key)
+                        made.keys += shop.keys
                     say(f"  {name} {'+'.join(q for _, q in feature.units)[:60]}: {verdict.reject or 'accepted'} {verdict.detail[:100]}")
                     keep()
                 if made.verdicts[name] == "":
@@ -333,6 +333,8 @@ class Workshop:
         self.host, self.source, self.environment, self.base = host, source, environment, base
         self.settings, self.out, self.seen = settings, out, seen
         self.prover = Prover()
+        self.keys: list[str] = []
+        """Of the last accepted candidate: its code, and the tests that decide it."""
         self.installed: dict[tuple[str, str], list[Leak]] = {}
         self.bench = Bench(host, environment.files, time_limit_s=settings.suite_limit_s)
         self.limit_s = max(20.0, 20 * base.seconds)
@@ -373,6 +375,9 @@ class Workshop:
         failing, problem = await self._failing(cut)
         if problem is not None:
             return no(*problem)
+        by_tests = hashlib.sha256("\n".join([self.source.name, *sorted(failing)]).encode()).hexdigest()
+        if by_tests in self.seen:
+            return no(Reject.DUPLICATE, "the same tests decide another task")
         if survivor := await self._surviving_stub(cut, failing):
             return no(Reject.WRONG_PASSES, f"stub {survivor!r} passes")
         task = self._task(cut, failing)
@@ -389,7 +394,8 @@ class Workshop:
             os.rename(draft, folder)
         finally:
             shutil.rmtree(draft, ignore_errors=True)
-        self.seen.add(cut.key)
+        self.keys = [cut.key, by_tests]
+        self.seen.update(self.keys)
         kept = task.grader.pass_to_pass
         return Verdict(candidate=name, fail_to_pass=task.grader.fail_to_pass, pass_to_pass=kept), cut
 

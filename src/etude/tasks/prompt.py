@@ -8,6 +8,7 @@ signature and the docstring, and nothing of the code.
 
 from __future__ import annotations
 
+import ast
 import random
 from collections.abc import Sequence
 
@@ -56,11 +57,17 @@ def feature_prompt(parts: Sequence[Deletion], level: DeleteLevel, tests: Sequenc
         lines.append(f"In `{path}`:")
         for part in sorted((p for p in parts if p.path == path), key=lambda p: p.qualname):
             owner = part.qualname.rpartition(".")[0]
-            lines.append(f"- `{owner + '.' if owner else ''}{part.signature}`")
+            lines.append(f"- `{owner + '.' if owner else ''}{part.signature}`{_kind(part)}")
             doc = part.doc.strip()
             if level is DeleteLevel.DEFINITION and doc:
                 lines += [f"  {line}".rstrip() for line in doc.splitlines()]
     return "\n".join([*lines, "", check])
+
+
+def _kind(part: Deletion) -> str:
+    """What a reader of the bare signature would not know."""
+    names = [ast.unparse(decorator) for decorator in part.node.decorator_list]
+    return f" ({', '.join(f'@{name}' for name in names)})" if names and part.level is DeleteLevel.DEFINITION else ""
 
 
 def _terse(parts: Sequence[Deletion], level: DeleteLevel, places: Sequence[str], check: str) -> str:
@@ -68,14 +75,15 @@ def _terse(parts: Sequence[Deletion], level: DeleteLevel, places: Sequence[str],
     verb = "Implement" if level is DeleteLevel.BODY else "Add"
     where = f"in {places[0]}" if len(places) == 1 else f"across {len(places)} files ({', '.join(places)[:120]})"
     names = sorted((part.qualname for part in parts), key=lambda name: (name.rpartition(".")[2].startswith("_"), name))
+    labels = {part.qualname: f"`{part.qualname}`{_kind(part)}" for part in parts}
     shown: list[str] = []
     for name in names:
         rest = len(names) - len(shown) - 1
-        if len(f"{verb} {', '.join([*shown, name])} and {rest} more {where}. {check}") > TERSE and shown:
+        if shown and len(f"{verb} {', '.join([*shown, labels[name]])} and {rest} more {where}. {check}") > TERSE:
             break
-        shown.append(name)
+        shown.append(labels[name])
     more = f" and {len(names) - len(shown)} more" if len(shown) < len(names) else ""
-    text = f"{verb} {', '.join(f'`{name}`' for name in shown)}{more} {where}."
+    text = f"{verb} {', '.join(shown)}{more} {where}."
     doc = next((" ".join(part.doc.split("\n\n")[0].split()) for part in parts if part.qualname == names[0] and part.doc), "")
     if doc and len(text) + len(doc) + len(check) + 2 <= TERSE:
         text += f" {doc}"
