@@ -23,6 +23,7 @@ import functools
 import hashlib
 import os
 import platform
+import select
 import socket
 import stat
 import struct
@@ -379,6 +380,13 @@ def next_exec(listener: int) -> tuple[int, str, list[str]] | None:
     with contextlib.suppress(OSError):
         fcntl.ioctl(listener, _ANSWER, bytearray(struct.pack("QqiI", number, 0, 0, _CONTINUE)))
     return seen
+
+
+def hung_up(fd: int) -> bool:
+    """Whether the other side is gone and nothing is left to read."""
+    poll = select.poll()
+    poll.register(fd, select.POLLIN)
+    return any(events & select.POLLHUP and not events & select.POLLIN for _, events in poll.poll(0))
 
 
 def _command(pid: int, at: bool, arguments: list[int]) -> tuple[int, str, list[str]] | None:

@@ -153,6 +153,8 @@ class Evidence:
                 return
             if seen is not None:
                 self._write(*seen)
+            elif linux.hung_up(self._listener):  # readable for ever after its last process
+                self.close(selector, file=False)
             return
         assert self._sock is not None
         message, fds = receive(self._sock)

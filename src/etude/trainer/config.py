@@ -51,6 +51,9 @@ class RLConfig:
 
     lr: float = live(1e-4)
     """Peak step size. Tiny models take 1e-4 to 3e-4 and collapse at 1e-3 (measured on 1.9 M parameters); large ones 1e-6."""
+    gain_lr: float = live(0.0)
+    """Step size of the logarithm of the logits' scale, the policy's own temperature, on the same schedule (`rl.move_gain`). 0 leaves it to
+    the optimizer. For short runs of small policies, which lose most of what they know to noise (docs/log.md)."""
     schedule: ScheduleConfig = ScheduleConfig()
     """Constant by default: an RL run has no known end. `warmup` counts steps, or is a share of `schedule_steps`."""
     schedule_steps: int = 0
@@ -115,8 +118,9 @@ class RLConfig:
     alarms: AlarmConfig = AlarmConfig()
 
     def __post_init__(self) -> None:
-        if self.lr < 0 or self.kl < 0 or self.balance < 0:
-            raise ConfigError(f"lr, kl and balance must not be negative, got {self.lr}, {self.kl}, {self.balance}")
+        if min(self.lr, self.gain_lr, self.kl, self.balance) < 0:
+            found = (self.lr, self.gain_lr, self.kl, self.balance)
+            raise ConfigError(f"lr, gain_lr, kl and balance must not be negative, got {found}")
         if self.cap < 1 or not 0 < self.clip_low < 1 or self.clip_high <= 0:
             raise ConfigError(f"cap >= 1, 0 < clip_low < 1 and clip_high > 0 are needed, got {self.cap}, {self.clip_low}, {self.clip_high}")
         if self.objective == "clip_higher" and self.clip_high <= self.clip_low:

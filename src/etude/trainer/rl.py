@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import math
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -52,6 +53,30 @@ class Publisher(Protocol):
     def publish(self, state: dict[str, Tensor], version: Version) -> Manifest: ...
 
     def commit(self, version: Version) -> None: ...
+
+
+FINAL_NORM = "norm.weight"
+"""Scales every logit: logits are linear in it."""
+GAIN_STEP_MOST = 0.15
+"""Most that one step moves the logarithm of the logits' scale, whatever the gradient says."""
+
+
+def gain_slope(weight: Tensor) -> float:
+    """Derivative of the loss by the logarithm of the logits' scale: by Euler, the gradient along the weight itself."""
+    return 0.0 if weight.grad is None else float((weight.grad * weight.detach()).sum())
+
+
+@torch.no_grad()
+def move_gain(weight: Tensor, slope: float, lr: float) -> float:
+    """One gradient step on that logarithm; returns it.
+
+    A policy's temperature is one direction among millions, and every token of every rollout has a say in it. So its gradient is known long
+    before that of any single weight, while an optimizer that steps by coordinate moves it as slowly as the rest.
+    """
+    step = max(-GAIN_STEP_MOST, min(GAIN_STEP_MOST, -lr * slope))
+    if step:
+        weight.mul_(math.exp(step))
+    return step
 
 
 class Policy:
@@ -164,9 +189,13 @@ class RLTrainer:
             metrics = self._gradients(rows, where, clock)
             metrics["grad_norm"] = clip_gradients(self.policy.master, config.optim.clip_norm)
             require_finite("the gradient norm", metrics["grad_norm"], where)
-            lr = config.lr * factor(config.schedule, self.steps + 1, config.schedule_steps or None)
+            scheduled = factor(config.schedule, self.steps + 1, config.schedule_steps or None)
+            lr = config.lr * scheduled
+            metrics["gain_slope"] = gain_slope(self.policy.master[FINAL_NORM])
+            metrics["gain_step"] = 0.0
             if rows and (config.kl > 0 or config.balance > 0 or any(s.advantage != 0.0 for s in samples)):
                 self.optimizer.step(lr)
+                metrics["gain_step"] = move_gain(self.policy.master[FINAL_NORM], metrics["gain_slope"], config.gain_lr * scheduled)
                 self.policy.round()
         finally:
             self.policy.zero_grad()
