@@ -45,6 +45,8 @@ KINDS: dict[str, tuple[str, ...]] = {
 METRICS: dict[str, str] = {
     "loss": "Surrogate loss of the step; its value means little, its gradient is what trains.",
     "grad_norm": "Global gradient norm before clipping.",
+    "gain_slope": "Derivative of the loss by the logarithm of the logits' scale.",
+    "gain_step": "What the step moved that logarithm by, beside the optimizer.",
     "lr": "Learning rate of this step.",
     "rows": "Packed rows.",
     "tokens": "Tokens of the packed rows, prompts and tool results included.",

@@ -64,6 +64,29 @@ def test_a_step_changes_the_weights_and_raises_the_version(make, folders):
     assert set(report.seconds) == {"pack", "reference", "forward", "backward", "optimizer", "report"}
 
 
+def test_the_gain_moves_every_logit_alike_and_down_the_slope_of_the_loss(make, folders):
+    """Without an optimizer step only the final norm changes, by one factor; its derivative is that of the loss."""
+
+    def loss_at(scale):
+        trainer = RLTrainer(config(lr=0.0, objective="none"), folders["dense"])
+        with torch.no_grad():
+            trainer.policy.master["norm.weight"].mul_(scale)
+        return run(make, folders["dense"], 1, trainer=trainer)[1][0].metrics
+
+    before = weights(RLTrainer(config(), folders["dense"]))
+    trainer, (report,) = run(make, folders["dense"], 1, lr=0.0, gain_lr=0.5, objective="none")
+    slope, step = report.metrics["gain_slope"], report.metrics["gain_step"]
+    assert step == pytest.approx(-0.5 * slope)
+    assert slope != 0.0
+    h = 1e-3
+    assert slope == pytest.approx((loss_at(1 + h)["loss"] - loss_at(1 - h)["loss"]) / (2 * h), rel=0.02)
+    after = weights(trainer)
+    assert {n for n in after if not torch.equal(after[n], before[n])} == {"norm.weight"}
+    torch.testing.assert_close(after["norm.weight"], before["norm.weight"] * float(np.exp(step)))
+    assert run(make, folders["dense"], 1, lr=0.0, gain_lr=1e6)[1][0].metrics["gain_step"] == pytest.approx(np.sign(-slope) * 0.15)
+    assert loss_at(1.0)["gain_step"] == 0.0
+
+
 def test_rewarded_tokens_become_likelier(make, folders):
     """Ten steps on the same groups raise the rewarded rollouts' log-probs over the others'."""
     groups = groups_for(make, 0)
