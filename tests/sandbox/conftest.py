@@ -10,6 +10,7 @@ import subprocess
 import sys
 import tempfile
 import textwrap
+import time
 from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -230,6 +231,9 @@ def close_account(server: ServedElsewhere) -> None:
     assert stats["live"] == 0
     assert stats["orphans"] == 0
     assert list((server.root / "envs").iterdir()) == []
+    deadline = time.monotonic() + 20.0
+    while leftovers(server.root) and time.monotonic() < deadline:  # its sandboxd was told to end
+        time.sleep(0.05)
     assert leftovers(server.root) == []
 
 

@@ -50,7 +50,9 @@ def start():
 
 
 def test_the_shipped_policy_is_served_and_ctrl_c_drains(start):
-    process, address = start("--api-key", "env:SERVE_KEY", "--contract", "engine.max_running=4", "engine.cache_bytes=16777216")
+    process, address = start(
+        "--api-key", "env:SERVE_KEY", "--contract", "--dtype", "float32", "engine.max_running=4", "engine.cache_bytes=16777216"
+    )  # float32: in bfloat16 scoring at once and sampling one by one choose other experts now and then
 
     async def scene():
         async with openai.AsyncOpenAI(base_url=f"{address}/v1", api_key="secret", max_retries=0) as client:

@@ -493,10 +493,11 @@ class Server:
         """Kill what `run` left outside of its process group: its session, its descendants, and orphans that no live run explains."""
         if not self._top:
             return
-        for _ in range(20):  # a process may fork while it is looked at
+        for attempt in range(20):  # a process may fork while it is looked at, and takes its time to die
             victims = [pid for pid in self._strays(run) if pid not in self._runs]
             if not victims:
                 return
+            time.sleep(0.001 * attempt)
             for pid in victims:
                 with contextlib.suppress(ProcessLookupError, PermissionError):
                     os.kill(pid, signal.SIGKILL)
