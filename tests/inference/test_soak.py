@@ -113,7 +113,7 @@ class Soak:
         ids = [*asked.ids, *got.ids]
         if len(asked.ids) % 3 == 0:  # a third is computed again, token by token
             for t, token in enumerate(got.ids):
-                if self.policy == "recompute" or len(got.versions) == 1:
+                if not got.kept_T[t]:
                     version = got.versions[got.version_T[t]]
                     s = asked.sampling
                     again = self.lab.request("x", ids[: len(asked.ids) + t], max_tokens=1, seed=s.seed, temperature=s.temperature)
