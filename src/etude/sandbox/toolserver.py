@@ -103,6 +103,10 @@ variables, options. A shell that lived on between commands would be lost with th
 snapshot, and would need marks in its output."""
 
 
+BROKEN = 70
+"""Exit status of a tool server whose machine broke under it."""
+
+
 class Refusal(Exception):
     """The operation cannot be done and the caller is at fault. `kind` is a value of records.ToolError."""
 
@@ -380,6 +384,8 @@ class Server:
             if isinstance(error, (ValueError, TypeError, KeyError)):
                 kind = "bad_arguments"
             if isinstance(error, OSError):
+                if error.errno == errno.ENOSYS and self._is_init:
+                    os._exit(BROKEN)  # nobody lets execs go on any more: the fork server is gone, and what follows is no answer of a tool
                 text = f"{error.strerror or error}: {error.filename or ''}".rstrip(": ")
             connection.answer(request_id, {"error": kind, "text": text})
 
