@@ -12,7 +12,7 @@ import pytest
 
 from etude.agent.loop import AgentConfig, run_agent
 from etude.factory.corpus import CorpusConfig, build_corpus, code_texts, corpus_hash, trace_document
-from etude.factory.experts import Expert, ExpertConfig, RememberedTests, Trace, expert_traces
+from etude.factory.experts import Expert, ExpertConfig, RememberedTests, Trace, changed_lines, expert_traces, stub_of
 from etude.records import Message, ToolError, ToolResult
 from etude.sandbox.open import open_host
 from etude.sandbox.probe import probe
@@ -89,6 +89,21 @@ def test_a_trace_keeps_one_habit_from_its_first_call_to_its_last() -> None:
 
     assert share(careful, tests) > share(hasty, tests) + 0.3
     assert share(careful, lambda t: t.solved_by_expert) > share(hasty, lambda t: t.solved_by_expert) + 0.2
+
+
+def test_an_edit_of_the_changed_lines_leaves_the_file_a_whole_one_would() -> None:
+    shorter = 0
+    for seed in range(150):
+        task = make_task(seed, "pretrain")
+        kata = kata_of(task)[1]
+        text = dict(task.files)[kata.path]
+        wrong = random.Random(seed).choice(kata.wrong_bodies)
+        file = text.replace(stub_of(kata), wrong)
+        old, new = changed_lines(file, wrong, kata.correct_body)
+        assert file.count(old) == 1
+        assert file.replace(old, new) == text.replace(stub_of(kata), kata.correct_body)
+        shorter += len(old) < len(wrong)
+    assert shorter > 20
 
 
 @needs_sandbox

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import os
 
 import pytest
 
 from etude.errors import SandboxError
 from etude.protocols import Limits
+from etude.sandbox import linux
 from etude.sandbox.client import NamespaceHost, start_daemon
 
 
@@ -121,3 +123,17 @@ def test_without_it_the_record_says_so(machine, tmp_path) -> None:
         asyncio.run(scene())
     finally:
         handle.close()
+
+
+def test_a_listener_that_hung_up_is_told_from_one_that_waits_or_has_something() -> None:
+    """The fork server's loop must let go of the first: it is readable for ever and never says anything."""
+    ours, theirs = os.pipe()
+    try:
+        assert not linux.hung_up(ours)
+        os.write(theirs, b"x")
+        os.close(theirs)
+        assert not linux.hung_up(ours)
+        os.read(ours, 1)
+        assert linux.hung_up(ours)
+    finally:
+        os.close(ours)

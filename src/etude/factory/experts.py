@@ -6,7 +6,7 @@ in ways that reinforcement can mend (it writes a wrong body, does not run the te
 a tool that does not exist), and it also sees how each of these is recovered from.
 
 Experts come in two habits, as people do. The careful one first searches for the function, which shows its uses and its tests,
-errs less, tests and mends; the hasty one does neither. A trace keeps one habit from its first call to its last, so a policy
+errs less, and mostly tests and mends; the hasty one seldom does. A trace keeps one habit from its first call to its last, so a policy
 learns both and which is which, and mixes them: what reinforcement can do for it is to choose.
 
 Test runs are the cost of a trace, and depend on nothing but the files and the command. `RememberedTests` runs each such
